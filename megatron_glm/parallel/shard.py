@@ -1,0 +1,40 @@
+"""What part of a global tensor a rank holds: the one description read by gradient sync, grad norm and checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """One parameter or persistent buffer of this rank, before FSDP cuts it again.
+
+    global_shape: shape of the whole tensor; offsets: where this rank's rectangle starts in it;
+    replica_groups: groups whose ranks hold a copy of the same rectangle;
+    sum_groups: groups over which this rank's gradient is only a partial sum;
+    expert: belongs to the routed experts (reduced over the expert-data group, not over all data ranks).
+    """
+
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    replica_groups: tuple[ProcessGroup, ...]
+    sum_groups: tuple[ProcessGroup, ...]
+    expert: bool
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """A rectangle of the global tensor `name` held by this rank, as checkpoints write and read it.
+
+    tensor: the local data (CPU or CUDA; its shape may have a zero), filled in place by a load;
+    owner: True on exactly one of the ranks that hold this same rectangle; only owners write.
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    tensor: torch.Tensor
+    owner: bool
