@@ -1,0 +1,264 @@
+"""Everything a run can be told, as frozen dataclasses: one section a subject, one field a flag (`arguments.py`).
+
+A field's type is its check (`Literal` = the choices), its `help` metadata is the flag's help text. What must hold
+between fields is checked in `RunConfig.check`, before any process group exists; every refusal is a ValueError that
+names the flags and both numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron_glm.model_config import ModelConfig
+
+__all__ = [
+    "CheckpointConfig",
+    "DataConfig",
+    "KernelConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "RunConfig",
+    "TrainConfig",
+    "flag_name",
+]
+
+
+def option(default: Any, help: str, minimum: int = 1) -> Any:
+    """A dataclass field with a default, the help text of its flag and, for an integer, its lowest value."""
+    return dataclasses.field(default=default, metadata={"help": help, "minimum": minimum})
+
+
+def flag_name(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")
+
+
+def require_multiple(what: str, number: int, of: str, divisor: int) -> None:
+    """Raises ValueError unless `divisor` divides `number`; both come with the words that the user knows them by."""
+    if number % divisor:
+        raise ValueError(f"{what} ({number}) must be a multiple of {of} ({divisor})")
+
+
+class Section:
+    """Base of the sections: refuses a value outside the choices of its field, and sizes and counts below 1."""
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), hints[field.name]
+            choices = [arg for arg in (kind, *typing.get_args(kind)) if typing.get_origin(arg) is Literal]
+            if choices and value is not None and value not in typing.get_args(choices[0]):
+                raise ValueError(f"{flag_name(field.name)} is {value!r}; choose from {typing.get_args(choices[0])}")
+            minimum = field.metadata["minimum"]
+            if kind in (int, int | None) and value is not None and value < minimum:
+                raise ValueError(f"{flag_name(field.name)} is {value}; it must be at least {minimum}")
+
+
+@dataclass(frozen=True)
+class ParallelConfig(Section):
+    tensor_model_parallel_size: int = option(1, "ranks that share the attention heads, dense MLPs and vocabulary")
+    pipeline_model_parallel_size: int = option(1, "pipeline stages")
+    context_parallel_size: int = option(1, "ranks that share the tokens of one pack")
+    expert_model_parallel_size: int = option(1, "ranks that share the experts; folds over dp x cp x tp")
+    sequence_parallel: bool = option(False, "split the tokens over the tensor-parallel ranks; required with them")
+    num_layers_per_virtual_pipeline_stage: int | None = option(None, "interleave: layers of each virtual stage")
+    pipeline_model_parallel_layout: str | None = option(
+        None, "layers of each (virtual) stage: a Megatron layout string, or auto for a split by cost"
+    )
+    microbatch_group_size_per_vp_stage: int | None = option(
+        None, "micro-batches that a virtual stage runs in a row (default: the number of pipeline stages)"
+    )
+    moe_token_dispatcher_type: Literal["allgather", "alltoall", "hybrid", "hybridep"] = option(
+        "alltoall", "how tokens reach their experts"
+    )
+    expert_node_size: int | None = option(None, "ranks of a node, for the hybrid dispatcher")
+    reshard_after_forward: bool = option(True, "free gathered dense weights between forward and backward")
+    reshard_experts_after_forward: bool = option(True, "free gathered expert weights between forward and backward")
+    grad_sync: Literal["last", "every"] = option(
+        "last", "reduce gradients after the last micro-batch, or every one (less memory, more traffic)"
+    )
+    recompute_granularity: Literal["none", "selective", "full"] = option(
+        "none", "what the backward computes again instead of keeping"
+    )
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Data-parallel ranks of `world_size` ranks; raises ValueError if the layout does not fit."""
+        tp, pp, cp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.context_parallel_size
+        require_multiple(
+            "the number of ranks",
+            world_size,
+            "--tensor-model-parallel-size x --pipeline-model-parallel-size x --context-parallel-size",
+            tp * pp * cp,
+        )
+        return world_size // (tp * pp * cp)
+
+    def check(self, model: ModelConfig, world_size: int) -> None:
+        """Refuses a layout that `world_size` ranks or the model's shape cannot serve."""
+        self.data_parallel_size(world_size)
+        tp, ep = self.tensor_model_parallel_size, self.expert_model_parallel_size
+        if self.sequence_parallel != (tp > 1):
+            verb = "needs" if tp > 1 else "does not take"
+            raise ValueError(f"--tensor-model-parallel-size {tp} {verb} --sequence-parallel")
+        stage_ranks = world_size // self.pipeline_model_parallel_size
+        require_multiple("the ranks of a pipeline stage", stage_ranks, "--expert-model-parallel-size", ep)
+        require_multiple("the number of experts", model.n_routed_experts, "--expert-model-parallel-size", ep)
+        tp_flag = "--tensor-model-parallel-size"
+        require_multiple("the number of attention heads", model.num_attention_heads, tp_flag, tp)
+        require_multiple("intermediate_size", model.intermediate_size, tp_flag, tp)
+        shared_width = model.n_shared_experts * model.moe_intermediate_size
+        require_multiple("the width of the shared experts", shared_width, tp_flag, tp)
+        self._check_dispatcher()
+        self._check_pipeline(model.num_hidden_layers)
+
+    def _check_dispatcher(self) -> None:
+        kind, node = self.moe_token_dispatcher_type, self.expert_node_size
+        if (kind == "hybrid") != (node is not None):
+            raise ValueError(
+                f"--moe-token-dispatcher-type {kind} with --expert-node-size {node}: hybrid needs it, no other takes it"
+            )
+        if node is not None:
+            ep = self.expert_model_parallel_size
+            require_multiple("--expert-model-parallel-size", ep, "--expert-node-size", node)
+
+    def _check_pipeline(self, layers: int) -> None:
+        pp, per_stage = self.pipeline_model_parallel_size, self.num_layers_per_virtual_pipeline_stage
+        if pp > layers:
+            raise ValueError(f"--pipeline-model-parallel-size {pp} exceeds the model's {layers} layers")
+        if per_stage is not None and self.pipeline_model_parallel_layout is not None:
+            raise ValueError(
+                f"--num-layers-per-virtual-pipeline-stage {per_stage} and --pipeline-model-parallel-layout "
+                f"{self.pipeline_model_parallel_layout} both set the stages: give one"
+            )
+        if pp == 1 and per_stage is not None:
+            raise ValueError(
+                f"--num-layers-per-virtual-pipeline-stage {per_stage} needs --pipeline-model-parallel-size above 1"
+            )
+
+
+@dataclass(frozen=True)
+class KernelConfig(Section):
+    attention_backend: Literal["torch"] = option("torch", "implementation of the sparse attention and the indexer")
+    dense_rows: Literal["auto", "off"] = option(
+        "auto", "auto: rows that see no more than index_topk keys skip the selection and run as dense attention"
+    )
+    loss_chunk_size: int = option(1024, "tokens whose logits exist at a time in the loss")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig(Section):
+    lr: float = option(1e-5, "peak learning rate")
+    min_lr: float = option(0.0, "learning rate at the end of the decay")
+    lr_decay_style: Literal["constant", "linear", "cosine"] = option("cosine", "shape of the decay after warm-up")
+    lr_warmup_iters: int = option(0, "iterations of linear warm-up", minimum=0)
+    lr_decay_iters: int | None = option(None, "iteration at which --min-lr is reached (default: the last one)")
+    weight_decay: float = option(0.0, "decoupled weight decay of the matrices (norms and biases have none)")
+    adam_beta1: float = option(0.9, "decay of the first moment")
+    adam_beta2: float = option(0.999, "decay of the second moment")
+    adam_eps: float = option(1e-8, "term added to the denominator of Adam's update")
+    clip_grad: float = option(1.0, "largest norm of the whole gradient; 0 = no clipping")
+    moe_router_bias_update_rate: float = option(0.0, "step of the router's correction bias; 0 = frozen")
+
+    def check(self, train_iters: int | None) -> None:
+        for name in ("lr", "min_lr", "weight_decay", "adam_eps", "clip_grad", "moe_router_bias_update_rate"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{flag_name(name)} is {getattr(self, name)}; it must not be negative")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{flag_name(name)} is {getattr(self, name)}; it must be in [0, 1)")
+        if self.min_lr > self.lr:
+            raise ValueError(f"--min-lr ({self.min_lr}) is above --lr ({self.lr})")
+        end, end_flag = self.lr_decay_iters, "--lr-decay-iters"
+        if end is None:
+            end, end_flag = train_iters, "--train-iters"
+        if end is not None and self.lr_warmup_iters > end:
+            raise ValueError(f"--lr-warmup-iters ({self.lr_warmup_iters}) is above {end_flag} ({end})")
+
+
+@dataclass(frozen=True)
+class DataConfig(Section):
+    data_path: tuple[str, ...] = option((), "training data: JSONL or Parquet files, folders or globs")
+    valid_data_path: tuple[str, ...] = option((), "validation data, as --data-path")
+    tokenizer_model: str | None = option(
+        None, "tokenizer.json, .model or their folder (default: the checkpoint's hf/ folder)"
+    )
+    seq_length: int = option(4096, "tokens of one pack")
+    packing: Literal["best-fit", "none"] = option("best-fit", "fill packs with several documents, or one each")
+    overlong: Literal["truncate", "split"] = option("truncate", "what happens to documents above --seq-length")
+    skip_bad_rows: bool = option(False, "count and skip malformed rows instead of stopping")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig(Section):
+    save: str | None = option(None, "folder to write checkpoints to")
+    load: str | None = option(None, "folder to load the latest checkpoint from; a converted one is iteration 0")
+    save_interval: int | None = option(None, "iterations between checkpoints (default: only at the end)")
+    finetune: bool = option(False, "load the weights only: fresh optimizer, iteration 0")
+
+    def check(self) -> None:
+        if self.save_interval is not None and self.save is None:
+            raise ValueError(f"--save-interval {self.save_interval} needs --save")
+        if self.finetune and self.load is None:
+            raise ValueError("--finetune needs --load")
+
+
+@dataclass(frozen=True)
+class TrainConfig(Section):
+    micro_batch_size: int = option(1, "packs that one rank computes at a time")
+    global_batch_size: int = option(8, "packs of one optimizer step, over all ranks")
+    train_iters: int | None = option(None, "optimizer steps in all, resumed ones included")
+    train_epochs: int | None = option(None, "passes over the data, instead of --train-iters")
+    seed: int = option(1234, "seed of the initial weights and the order of the data", minimum=0)
+    bf16: bool = option(False, "compute in bfloat16 with fp32 master weights and reductions (default: fp32)")
+    eval_interval: int = option(100, "iterations between validations, with --valid-data-path")
+    eval_iters: int | None = option(None, "global batches of one validation (default: the whole set once)")
+    eval_only: bool = option(False, "one pass over --data-path without training, print the loss and stop")
+    log_interval: int = option(1, "iterations between log lines")
+    log_file: str | None = option(None, "write one JSON object an iteration to this file")
+
+    def check(self, tokens_per_pack: int, parallel: ParallelConfig, world_size: int) -> None:
+        """Refuses batch sizes that the ranks cannot share equally."""
+        if not self.eval_only and (self.train_iters is None) == (self.train_epochs is None):
+            raise ValueError(f"give one of --train-iters ({self.train_iters}) and --train-epochs ({self.train_epochs})")
+        dp, micro = parallel.data_parallel_size(world_size), self.micro_batch_size
+        require_multiple(
+            "--global-batch-size", self.global_batch_size, "--micro-batch-size x data-parallel ranks", micro * dp
+        )
+        cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
+        if cp * tp > 1:
+            require_multiple(
+                "--micro-batch-size x --seq-length",
+                micro * tokens_per_pack,
+                "2 x --context-parallel-size x --tensor-model-parallel-size",
+                2 * cp * tp,
+            )
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A whole resolved run. `hf_folder` holds the model's config and tokenizer files, None for a preset."""
+
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    kernels: KernelConfig = KernelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    data: DataConfig = DataConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    train: TrainConfig = TrainConfig()
+    hf_folder: str | None = None
+
+    def check(self, world_size: int) -> None:
+        """Raises ValueError, naming flags and numbers, unless `world_size` ranks can run this configuration."""
+        self.parallel.check(self.model, world_size)
+        self.train.check(self.data.seq_length, self.parallel, world_size)
+        self.optimizer.check(self.train.train_iters)
+        self.checkpoint.check()
+        if not self.data.data_path:
+            raise ValueError("--data-path is required")
+        if self.data.seq_length > self.model.max_position_embeddings:
+            raise ValueError(
+                f"--seq-length ({self.data.seq_length}) exceeds max_position_embeddings "
+                f"({self.model.max_position_embeddings})"
+            )
