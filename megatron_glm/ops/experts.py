@@ -1,0 +1,43 @@
+"""The routed experts' feed-forward: one small gated MLP for each group of rows."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def grouped_mlp(rows: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """down_e(silu(gate_e(x)) * up_e(x)) for rows grouped by expert.
+
+    rows [n, D], the first counts[0] of them for expert 0 and so on; counts [e] int64 on the rows' device, zeros legal;
+    gate_up [e, 2F, D], gate first; down [e, D, F]; -> [n, D]. Rows past counts.sum() are tail: what comes out of
+    them is undefined, and it never reaches another row or a weight gradient.
+    CUDA in bf16 runs grouped GEMMs without waiting for the counts; every other case is the reference loop.
+    """
+    if rows.is_cuda and rows.dtype == torch.bfloat16:
+        return _grouped(rows, counts, gate_up, down)
+    return _reference(rows, counts, gate_up, down)
+
+
+def _gated(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _grouped(rows: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    ends = counts.cumsum(0).to(torch.int32)
+    hidden = _gated(F.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends))
+    return F.grouped_mm(hidden, down.transpose(1, 2), offs=ends)
+
+
+def _reference(rows: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    sizes = counts.tolist()
+    *groups, tail = rows.split([*sizes, rows.shape[0] - sum(sizes)])
+    # Empty experts run too, so that every weight has a gradient (zero) on every rank and no rank skips its reduction.
+    # unbind, because the backward of weight[e] would be one zero tensor of all experts for each expert.
+    outputs = [
+        F.linear(_gated(F.linear(group, w_in)), w_out)
+        for group, w_in, w_out in zip(groups, gate_up.unbind(), down.unbind(), strict=True)
+    ]
+    return torch.cat([*outputs, torch.zeros_like(tail)])

@@ -1,0 +1,96 @@
+"""Token permutation and grouped experts against the plain sum y_t = sum_k w_k * expert_k(x_t)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_glm.ops import experts
+from megatron_glm.ops.experts import grouped_mlp
+from megatron_glm.ops.permute import RowMap, permute, unpermute
+from megatron_glm.parallel.dispatch.local import LocalDispatcher
+
+E, K, D, HIDDEN = 6, 3, 8, 5
+
+
+def plain_moe(x, ids, weights, gate_up, down):
+    """One token and one expert at a time."""
+    out = []
+    for token, chosen, scale in zip(x, ids.tolist(), weights, strict=True):
+        y = 0 * token
+        for k, e in enumerate(chosen):
+            if e >= 0:
+                gate, up = (gate_up[e] @ token).chunk(2)
+                y = y + scale[k] * (down[e] @ (F.silu(gate) * up))
+        out.append(y)
+    return torch.stack(out) if out else x * 1.0
+
+
+def case(name, t=7, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.stack([torch.randperm(E, generator=generator)[:K] for _ in range(t)]) if t else torch.empty(0, K).long()
+    if name == "one expert":
+        ids[:] = torch.tensor([4, -1, -1])
+    elif name == "padding":
+        ids[-3:] = -1
+    elif name == "nothing":
+        ids[:] = -1
+    shapes = [(t, D), (t, K), (E, 2 * HIDDEN, D), (E, D, HIDDEN)]
+    x, weights, gate_up, down = (torch.randn(s, generator=generator, dtype=dtype).requires_grad_() for s in shapes)
+    return ids, x, weights, gate_up, down
+
+
+def run_local(ids, x, weights, gate_up, down, poison=0.0):
+    dispatcher = LocalDispatcher(E)
+    rows, counts, handle = dispatcher.dispatch(x, ids, weights)
+    tail = torch.arange(len(rows))[:, None] >= counts.sum()
+    rows.register_hook(lambda grad: torch.where(tail, poison, grad))  # as a grouped GEMM leaves it
+    out = grouped_mlp(rows, counts, gate_up, down)
+    return dispatcher.combine(torch.where(tail, poison, out), handle), rows, counts
+
+
+@pytest.mark.parametrize("name, t", [("all", 7), ("one expert", 7), ("padding", 7), ("nothing", 7), ("all", 0)])
+def test_local_experts_equal_the_plain_sum_in_value_and_every_gradient(name, t):
+    ids, *leaves = case(name, t)
+    expected = plain_moe(leaves[0], ids, *leaves[1:])
+    actual, rows, counts = run_local(ids, *leaves, poison=float("nan"))
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=5e-6)
+    assert counts.tolist() == [(ids == e).sum().item() for e in range(E)]
+    order = [t_ for e in range(E) for t_ in range(t) if e in ids[t_].tolist()]
+    assert torch.equal(rows[: len(order)], leaves[0][order])
+    probe = torch.randn(t, D)
+    wanted = torch.autograd.grad(expected, leaves, probe, allow_unused=True, materialize_grads=True)
+    for got, want in zip(torch.autograd.grad(actual, leaves, probe), wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_permute_and_unpermute_pass_gradcheck():
+    ids, x, weights, *_ = case("padding", dtype=torch.float64)
+    rows = RowMap.build(ids, E)
+    assert torch.autograd.gradcheck(lambda a, w: unpermute(permute(a, rows).sin(), w, rows), (x, weights))
+
+
+def test_combine_sums_in_fp32_and_rounds_once():
+    ids = torch.tensor([[0, 1, 2]])
+    rows = RowMap.build(ids, E)
+    source = torch.tensor([[256.0], [1.0], [-256.0]], dtype=torch.bfloat16)  # 256 + 1 is not a bf16
+    assert unpermute(source, torch.ones(1, 3), rows).item() == 1.0
+
+
+@pytest.mark.parametrize("tail", [0, 4])
+def test_grouped_gemms_equal_the_reference(tail):
+    """The CUDA path's algebra; bf16 as it runs there, with poisoned tail rows that must stay where they are."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    counts = torch.tensor([3, 0, 9, 0, 1], device=device)
+    n = int(counts.sum())
+    leaves = [torch.randn(s, device=device, dtype=torch.bfloat16) for s in [(n + tail, 16), (5, 48, 16), (5, 16, 24)]]
+    leaves[0][n:] = float("nan")
+    results = []
+    for function in (experts._grouped, experts._reference):
+        inputs = [leaf.clone().requires_grad_() for leaf in leaves]
+        out = function(inputs[0], counts, *inputs[1:])[:n]
+        out.float().square().sum().backward()
+        results.append([out, inputs[0].grad[:n], inputs[1].grad, inputs[2].grad])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got.float(), want.float(), rtol=3e-2, atol=3e-2 * want.float().abs().max().item())
