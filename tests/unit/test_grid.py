@@ -1,0 +1,118 @@
+"""Rank arithmetic: every group of every axis, for 1 to 4,096 ranks."""
+
+import random
+
+import pytest
+
+from megatron_glm.config import ParallelConfig
+from megatron_glm.parallel.grid import GROUP_AXES, Grid
+
+
+def parallel(tp=1, cp=1, pp=1, ep=1, node=None) -> ParallelConfig:
+    return ParallelConfig(
+        tensor_model_parallel_size=tp,
+        context_parallel_size=cp,
+        pipeline_model_parallel_size=pp,
+        expert_model_parallel_size=ep,
+        sequence_parallel=tp > 1,
+        moe_token_dispatcher_type="hybrid" if node else "alltoall",
+        expert_node_size=node,
+    )
+
+
+def legal_grids(count: int) -> list[tuple[int, dict[str, int]]]:
+    """Random legal layouts of 1 to 4,096 ranks, not only powers of two."""
+    rng, grids = random.Random(0), []
+    while len(grids) < count:
+        world = rng.randint(1, 4096)
+        sizes = {}
+        rest = world
+        for axis in rng.sample(["tp", "cp", "pp"], 3):
+            sizes[axis] = rng.choice([d for d in range(1, rest + 1) if rest % d == 0])
+            rest //= sizes[axis]
+        stage = world // sizes["pp"]
+        sizes["ep"] = rng.choice([d for d in range(1, stage + 1) if stage % d == 0])
+        sizes["node"] = rng.choice([d for d in range(1, sizes["ep"] + 1) if sizes["ep"] % d == 0])
+        grids.append((world, sizes))
+    return grids
+
+
+@pytest.mark.parametrize("world, sizes", legal_grids(60))
+def test_groups_partition_the_ranks(world, sizes):
+    grid = Grid.create(parallel(**sizes), world)
+    expected = {
+        "tp": grid.tp,
+        "cp": grid.cp,
+        "tp_cp": grid.tp * grid.cp,
+        "dp": grid.dp,
+        "dp_cp": grid.dp * grid.cp,
+        "tp_cp_dp": world // grid.pp,
+        "pp": grid.pp,
+        "ep": grid.ep,
+        "edp": grid.edp,
+        "ep_node": grid.node,
+        "ep_inter": grid.inter,
+    }
+    assert expected.keys() == GROUP_AXES.keys()
+    stage = world // grid.pp
+    for name, size in expected.items():
+        groups = grid.groups(name)
+        assert sorted(rank for ranks in groups for rank in ranks) == list(range(world))
+        assert all(len(ranks) == size and ranks == sorted(ranks) for ranks in groups)
+        if name != "pp":  # only pp groups leave a stage
+            assert all(ranks[0] // stage == ranks[-1] // stage for ranks in groups)
+    assert len(grid.ring_edges()) == world
+
+
+@pytest.mark.parametrize("world, sizes", legal_grids(10))
+def test_ranks_of_a_group_share_every_other_coordinate(world, sizes):
+    """The rank of (pp, dp, cp, tp) and of (pp, edp, ep), written out once more by hand."""
+    grid = Grid.create(parallel(**sizes), world)
+    dense = {
+        rank: {
+            "tp": rank % grid.tp,
+            "cp": rank // grid.tp % grid.cp,
+            "dp": rank // (grid.tp * grid.cp) % grid.dp,
+            "pp": rank // (world // grid.pp),
+        }
+        for rank in range(world)
+    }
+    expert = {
+        rank: {
+            "ep": rank % grid.ep,
+            "edp": rank % (world // grid.pp) // grid.ep,
+            "pp": rank // (world // grid.pp),
+        }
+        for rank in range(world)
+    }
+    for name, axes in {"tp": ("tp",), "tp_cp": ("cp", "tp"), "dp_cp": ("dp", "cp"), "pp": ("pp",)}.items():
+        for ranks in grid.groups(name):
+            assert len({tuple(c for a, c in dense[rank].items() if a not in axes) for rank in ranks}) == 1
+    for name in ("ep", "edp"):
+        for ranks in grid.groups(name):
+            assert len({tuple(c for a, c in expert[rank].items() if a != name) for rank in ranks}) == 1
+    for ranks in grid.groups("ep_inter"):  # equal index in their node, node by node
+        assert [rank % grid.node for rank in ranks] == [ranks[0] % grid.node] * grid.inter
+
+
+def test_experts_fold_over_context_parallel_ranks():
+    grid = Grid.create(parallel(cp=8, pp=4, ep=64), 256)
+    assert (grid.dp, grid.edp) == (8, 1)
+    assert grid.groups("ep") == [list(range(first, first + 64)) for first in (0, 64, 128, 192)]
+    assert grid.groups("cp")[1] == list(range(8, 16))
+    assert grid.ring_edges()[:4] == [(0, 64), (64, 128), (128, 192), (192, 0)]
+
+
+@pytest.mark.parametrize(
+    "world, sizes, words",
+    [
+        (8, {"tp": 3}, ["--tensor-model-parallel-size", "8", "3"]),
+        (8, {"tp": 2, "cp": 2, "pp": 4}, ["--context-parallel-size", "8", "16"]),
+        (12, {"pp": 2, "ep": 4}, ["--expert-model-parallel-size", "6", "4"]),
+        (8, {"ep": 8, "node": 3}, ["--expert-node-size", "8", "3"]),
+    ],
+)
+def test_impossible_grids_are_refused_by_name(world, sizes, words):
+    with pytest.raises(ValueError) as error:
+        Grid.create(parallel(**sizes), world)
+    assert all(word in str(error.value) for word in words)
