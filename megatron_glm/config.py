@@ -153,7 +153,7 @@ class OptimizerConfig(Section):
     min_lr: float = option(0.0, "learning rate at the end of the decay")
     lr_decay_style: Literal["constant", "linear", "cosine"] = option("cosine", "shape of the decay after warm-up")
     lr_warmup_iters: int = option(0, "iterations of linear warm-up", minimum=0)
-    lr_decay_iters: int | None = option(None, "iteration at which --min-lr is reached (default: the last one)")
+    lr_decay_iters: int | None = option(None, "iterations after which --min-lr is reached (default: all)")
     weight_decay: float = option(0.0, "decoupled weight decay of the matrices (norms and biases have none)")
     adam_beta1: float = option(0.9, "decay of the first moment")
     adam_beta2: float = option(0.999, "decay of the second moment")

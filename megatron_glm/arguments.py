@@ -1,0 +1,173 @@
+"""Command line -> `RunConfig`: every field of the config dataclasses is a flag, its help text the field's metadata."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import os
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from megatron_glm.config import (
+    CheckpointConfig,
+    DataConfig,
+    KernelConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+    flag_name,
+)
+
+SECTIONS = {
+    "train": TrainConfig,
+    "optimizer": OptimizerConfig,
+    "data": DataConfig,
+    "checkpoint": CheckpointConfig,
+    "parallel": ParallelConfig,
+    "kernels": KernelConfig,
+}
+
+# Megatron's name of a model field where it has one; the other fields keep their own.
+MEGATRON_NAMES = {
+    "num_hidden_layers": "--num-layers",
+    "intermediate_size": "--ffn-hidden-size",
+    "moe_intermediate_size": "--moe-ffn-hidden-size",
+    "qk_nope_head_dim": "--qk-head-dim",
+    "qk_rope_head_dim": "--qk-pos-emb-head-dim",
+    "index_n_heads": "--dsa-indexer-n-heads",
+    "index_head_dim": "--dsa-indexer-head-dim",
+    "index_topk": "--dsa-indexer-topk",
+    "n_routed_experts": "--num-experts",
+    "num_experts_per_tok": "--moe-router-topk",
+    "n_group": "--moe-router-num-groups",
+    "topk_group": "--moe-router-group-topk",
+    "routed_scaling_factor": "--moe-router-topk-scaling-factor",
+    "rms_norm_eps": "--norm-epsilon",
+    "rope_theta": "--rotary-base",
+    "initializer_range": "--init-method-std",
+    "num_nextn_predict_layers": "--mtp-num-layers",
+}
+NOT_OVERRIDABLE = {"indexer_types", "mlp_layer_types", "dtype", "pad_token_id", "eos_token_id"}
+
+
+class Parser(argparse.ArgumentParser):
+    """Answers every mistake with one line, `error: …`, and exit code 2; under torchrun the first rank speaks."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n" if os.environ.get("RANK", "0") == "0" else None)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            word = unknown[0].split("=")[0]
+            if not word.startswith("--"):
+                self.error(f"unexpected argument {word}")
+            known = [flag for action in self._actions for flag in action.option_strings]
+            nearest = difflib.get_close_matches(word, known, n=1)
+            self.error(f"unknown flag {word}" + (f"; did you mean {nearest[0]}?" if nearest else ""))
+        return parsed
+
+
+def parse(arguments: Sequence[str] | None = None, description: str | None = None) -> RunConfig:
+    """The checked configuration of this run; prints one line and exits with code 2 where the flags cannot be served.
+
+    The number of ranks is torchrun's WORLD_SIZE, 1 without it. No process group is made.
+    """
+    parser = build_parser(description)
+    flags = parser.parse_args(arguments)
+    try:
+        config = resolve(flags)
+        config.check(int(os.environ.get("WORLD_SIZE", "1")))
+    except ValueError as error:
+        parser.error(str(error))
+    return config
+
+
+def build_parser(description: str | None = None) -> Parser:
+    """The parser of all sections; only flags that were given appear in its result."""
+    parser = Parser(
+        usage="%(prog)s --hf-config DIR|PRESET --data-path PATH … [flags]",
+        description=description,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=44, width=120),
+    )
+    for name, section in SECTIONS.items():
+        group = parser.add_argument_group(name)
+        hints = typing.get_type_hints(section)
+        for field in dataclasses.fields(section):
+            _add_flag(group, flag_name(field.name), field, hints[field.name])
+    group = parser.add_argument_group("model", "the shape comes from --hf-config, else from --load")
+    group.add_argument("--hf-config", metavar="DIR|PRESET", help="folder with a config.json, or glm5, glm5.1, glm5.2 …")
+    hints = typing.get_type_hints(ModelConfig)
+    for field in dataclasses.fields(ModelConfig):
+        if field.name not in NOT_OVERRIDABLE:
+            flag = MEGATRON_NAMES.get(field.name, flag_name(field.name))
+            kind = _boolean if hints[field.name] is bool else hints[field.name]
+            group.add_argument(
+                flag, dest=field.name, type=kind, metavar=_metavar(hints[field.name]), help=f"overrides {field.name}"
+            )
+    return parser
+
+
+def resolve(flags: argparse.Namespace) -> RunConfig:
+    """Sections and model shape of the given flags, not yet checked against each other."""
+    given = vars(flags)
+    sections = {
+        name: section(**{f.name: given[f.name] for f in dataclasses.fields(section) if f.name in given})
+        for name, section in SECTIONS.items()
+    }
+    source = given.get("hf_config") or _checkpoint_files(sections["checkpoint"].load)
+    overrides = {f.name: given[f.name] for f in dataclasses.fields(ModelConfig) if f.name in given}
+    model = ModelConfig.from_hf(source, **overrides)
+    return RunConfig(model=model, hf_folder=str(source) if Path(source).is_dir() else None, **sections)
+
+
+def _checkpoint_files(load: str | None) -> Path:
+    if load is None:
+        raise ValueError("give --hf-config DIR or PRESET, or --load a checkpoint: the model has no shape yet")
+    tracker = Path(load) / "latest_checkpointed_iteration.txt"
+    if not tracker.is_file():
+        raise ValueError(f"--load {load}: the folder holds no checkpoint ({tracker.name} is missing)")
+    return Path(load) / f"iter_{int(tracker.read_text()):07d}" / "hf"
+
+
+def _add_flag(group: Any, flag: str, field: dataclasses.Field, hint: Any) -> None:
+    """One flag of a section; its type says how it is read, and a default that means something is shown."""
+    default, text = field.default, field.metadata["help"]
+    if default is not None and default is not False and default != ():
+        text += f" (default: {'true' if default is True else default})"
+    literals = [kind for kind in (hint, *typing.get_args(hint)) if typing.get_origin(kind) is Literal]
+    if hint is bool and not default:
+        group.add_argument(flag, action="store_true", help=text)
+    elif hint is bool:
+        group.add_argument(flag, type=_boolean, metavar="{true,false}", help=text)
+    elif literals:
+        group.add_argument(flag, choices=typing.get_args(literals[0]), help=text)
+    elif typing.get_origin(hint) is tuple:
+        group.add_argument(flag, nargs="+", action=_Tuple, metavar="PATH", help=text)
+    else:
+        kind = next(kind for kind in (int, float, str) if kind in (hint, *typing.get_args(hint)))
+        group.add_argument(flag, type=kind, metavar=_metavar(kind), help=text)
+
+
+class _Tuple(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, tuple(values))
+
+
+def _boolean(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return text == "true"
+
+
+def _metavar(kind: type) -> str:
+    return {int: "N", float: "X", str: "STR", bool: "{true,false}"}[kind]

@@ -1,0 +1,1 @@
+"""The training side: from a configuration to a trained checkpoint."""

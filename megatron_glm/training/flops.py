@@ -1,0 +1,65 @@
+"""Floating-point operations of a step, counted from the documents that it really computes.
+
+A multiply-add is 2. Attention is counted in its non-absorbed form whatever the backend does, on the keys that the
+sparse attention attends: min(position + 1, index_topk). An indexer counts its scores, not its small projections.
+Padding and recomputation count as nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megatron_glm.config import ModelConfig
+
+
+def causal_keys(length: int) -> int:
+    """Keys that the indexer scores in one document: sum over its rows of position + 1."""
+    return length * (length + 1) // 2
+
+
+def attended_keys(length: int, topk: int) -> int:
+    """Keys that the attention reads in one document: sum over its rows of min(position + 1, topk)."""
+    dense = min(length, topk)
+    return causal_keys(dense) + (length - dense) * topk
+
+
+def forward_flops(config: ModelConfig, doc_lengths: Iterable[int]) -> tuple[int, int]:
+    """(FLOPs of the trained parts, FLOPs of the frozen indexers) of one forward over documents of these lengths."""
+    lengths = list(doc_lengths)
+    tokens = sum(lengths)
+    attended = sum(attended_keys(length, config.index_topk) for length in lengths)
+    causal = sum(causal_keys(length) for length in lengths)
+    trained = indexers = 0
+    for layer in range(config.num_hidden_layers):
+        trained += _attention(config, tokens, attended) + tokens * _mlp_per_token(config, layer)
+        if config.has_indexer(layer):
+            indexers += 2 * causal * config.index_n_heads * config.index_head_dim
+    trained += 2 * tokens * config.vocab_size * config.hidden_size
+    return trained, indexers
+
+
+def training_flops(config: ModelConfig, doc_lengths: Iterable[int]) -> int:
+    """FLOPs of a training step on these documents: the backward costs twice the forward, except a frozen indexer's."""
+    trained, indexers = forward_flops(config, doc_lengths)
+    return 3 * trained + indexers
+
+
+def _attention(config: ModelConfig, tokens: int, attended: int) -> int:
+    heads, qk = config.num_attention_heads, config.qk_head_dim
+    projections = (
+        config.hidden_size * config.q_lora_rank
+        + config.q_lora_rank * heads * qk
+        + config.hidden_size * (config.kv_lora_rank + config.qk_rope_head_dim)
+        + config.kv_lora_rank * heads * (config.qk_nope_head_dim + config.v_head_dim)
+        + heads * config.v_head_dim * config.hidden_size
+    )
+    return 2 * tokens * projections + 2 * heads * attended * (qk + config.v_head_dim)
+
+
+def _mlp_per_token(config: ModelConfig, layer: int) -> int:
+    if not config.is_moe(layer):
+        return 6 * config.hidden_size * config.intermediate_size
+    experts = config.num_experts_per_tok + config.n_shared_experts
+    return 6 * config.hidden_size * config.moe_intermediate_size * experts + (
+        2 * config.n_routed_experts * config.hidden_size
+    )

@@ -1,0 +1,139 @@
+"""Flags: generated from the config, checked against each other, refused in one line with exit code 2."""
+
+import dataclasses
+import json
+
+import pytest
+
+from megatron_glm.arguments import MEGATRON_NAMES, SECTIONS, build_parser, parse
+from megatron_glm.config import flag_name
+
+TINY = ["--hf-config", "glm5.2-tiny", "--data-path", "rows.jsonl", "--train-iters", "10", "--seq-length", "64"]
+
+
+def refusal(capsys, *flags: str) -> str:
+    """What the run answers to TINY and these flags; it must stop with code 2 and one line."""
+    with pytest.raises(SystemExit) as stop:
+        parse([*TINY, *flags])
+    assert stop.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1
+    return message
+
+
+def test_values_reach_their_section():
+    config = parse(
+        [
+            *TINY,
+            "--bf16",
+            "--lr",
+            "3e-4",
+            "--data-path",
+            "a",
+            "b",
+            "--reshard-after-forward",
+            "false",
+            "--packing",
+            "none",
+        ]
+    )
+    assert config.train.bf16 and config.train.train_iters == 10
+    assert config.optimizer.lr == 3e-4
+    assert config.data.data_path == ("a", "b") and config.data.packing == "none"
+    assert not config.parallel.reshard_after_forward and config.parallel.reshard_experts_after_forward
+    assert config.hf_folder is None
+
+
+def test_help_shows_every_field_and_group(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for name, section in SECTIONS.items():
+        assert f"\n{name}:\n" in text
+        for field in dataclasses.fields(section):
+            assert flag_name(field.name) in text
+            assert field.metadata["help"]
+    assert "(default: 1e-05)" in text and "--reshard-after-forward {true,false}" in text
+    assert len([a for a in build_parser()._actions if a.option_strings == ["--num-layers"]]) == 1
+
+
+def test_unknown_flag_names_the_nearest(capsys):
+    assert refusal(capsys, "--micro-batchsize", "2") == (
+        "error: unknown flag --micro-batchsize; did you mean --micro-batch-size?\n"
+    )
+    assert "unknown flag --qqq\n" in refusal(capsys, "--qqq=3")
+    assert "unknown flag --train-iter;" in refusal(capsys, "--train-iter", "3")  # no abbreviations
+
+
+def test_model_fields_are_overridden_under_megatrons_names():
+    config = parse([*TINY, "--num-layers", "3", "--moe-router-topk", "4", "--norm-topk-prob", "false"])
+    assert config.model.num_hidden_layers == 3 and len(config.model.indexer_types) == 3
+    assert config.model.num_experts_per_tok == 4 and not config.model.norm_topk_prob
+    assert "--num-hidden-layers" not in build_parser().format_help()
+    assert set(MEGATRON_NAMES) <= {field.name for field in dataclasses.fields(config.model)}
+
+
+def test_shape_comes_from_the_checkpoint_unless_hf_config_says_otherwise(tmp_path, capsys):
+    hf = tmp_path / "iter_0000007" / "hf"
+    hf.mkdir(parents=True)
+    shape = parse([*TINY, "--num-layers", "4"]).model
+    (hf / "config.json").write_text(json.dumps(shape.to_hf()))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    flags = ["--load", str(tmp_path), *TINY[2:]]
+    config = parse(flags)
+    assert config.model.num_hidden_layers == 4 and config.hf_folder == str(hf)
+    assert parse([*flags, "--hf-config", "glm5.2-tiny"]).model.num_hidden_layers == 6
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    with pytest.raises(SystemExit):
+        parse(flags)
+    assert f"--load {tmp_path}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--train-iters", "0"], ["--train-iters is 0", "at least 1"]),
+        (["--train-epochs", "2"], ["--train-iters (10)", "--train-epochs (2)"]),
+        (["--micro-batch-size", "3"], ["--global-batch-size (8)", "--micro-batch-size x data-parallel ranks (3)"]),
+        (["--seq-length", "5000"], ["--seq-length (5000)", "(4096)"]),
+        (["--lr", "1e-5", "--min-lr", "1e-4"], ["--min-lr (0.0001)", "--lr (1e-05)"]),
+        (["--lr-warmup-iters", "11"], ["--lr-warmup-iters (11)", "--train-iters (10)"]),
+        (["--adam-beta2", "1"], ["--adam-beta2 is 1.0"]),
+        (["--save-interval", "5"], ["--save-interval 5 needs --save"]),
+        (["--finetune"], ["--finetune needs --load"]),
+        (["--packing", "best"], ["--packing", "'best'", "best-fit"]),
+        (["--reshard-after-forward", "yes"], ["--reshard-after-forward", "'yes'"]),
+        (["--sequence-parallel"], ["--tensor-model-parallel-size 1 does not take --sequence-parallel"]),
+        (["--context-parallel-size", "2"], ["ranks (1)", "--context-parallel-size (2)"]),
+        (["--expert-node-size", "2"], ["alltoall", "--expert-node-size 2"]),
+    ],
+)
+def test_contradictions_name_flags_and_both_numbers(capsys, flags, words):
+    message = refusal(capsys, *flags)
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    "ranks, flags, words",
+    [
+        (2, ["--tensor-model-parallel-size", "2"], ["--tensor-model-parallel-size 2 needs --sequence-parallel"]),
+        (3, ["--expert-model-parallel-size", "3", "--global-batch-size", "9"], ["experts (8)", "parallel-size (3)"]),
+        (4, ["--context-parallel-size", "4", "--seq-length", "60"], ["--seq-length (60)", "(8)"]),
+        (3, [], ["--global-batch-size (8)", "(3)"]),
+        (8, ["--pipeline-model-parallel-size", "8"], ["--pipeline-model-parallel-size 8", "6 layers"]),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused_before_any_group_exists(capsys, monkeypatch, ranks, flags, words):
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    message = refusal(capsys, *flags)
+    for word in words:
+        assert word in message
+
+
+def test_only_the_first_rank_speaks(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as stop:
+        parse(["--qqq"])
+    assert stop.value.code == 2 and capsys.readouterr().err == ""

@@ -1,0 +1,67 @@
+"""FLOPs against sums over single rows, and against the figures of the released model."""
+
+import pytest
+
+from megatron_glm.config import ModelConfig
+from megatron_glm.training.flops import attended_keys, causal_keys, forward_flops, training_flops
+
+
+def by_rows(config: ModelConfig, lengths: list[int]) -> tuple[int, int]:
+    """The same count, row by row and matrix by matrix."""
+    trained = indexers = 0
+    h, heads, f = config.hidden_size, config.num_attention_heads, config.moe_intermediate_size
+    qk, v, nope, rope = config.qk_head_dim, config.v_head_dim, config.qk_nope_head_dim, config.qk_rope_head_dim
+    matrices = [(h, config.q_lora_rank), (config.q_lora_rank, heads * qk), (h, config.kv_lora_rank + rope)]
+    matrices += [(config.kv_lora_rank, heads * (nope + v)), (heads * v, h)]
+    for length in lengths:
+        for position in range(length):
+            for layer in range(config.num_hidden_layers):
+                trained += sum(2 * rows * columns for rows, columns in matrices)
+                trained += 2 * heads * (qk + v) * min(position + 1, config.index_topk)
+                if config.mlp_layer_types[layer] == "dense":
+                    trained += 3 * 2 * h * config.intermediate_size
+                else:
+                    trained += (config.num_experts_per_tok + config.n_shared_experts) * 3 * 2 * h * f
+                    trained += 2 * h * config.n_routed_experts
+                if config.indexer_types[layer] == "full":
+                    indexers += 2 * config.index_n_heads * config.index_head_dim * (position + 1)
+            trained += 2 * h * config.vocab_size
+    return trained, indexers
+
+
+@pytest.mark.parametrize("lengths", [[1], [63, 64, 65], [200, 3, 0, 129]])
+def test_equals_the_sum_over_rows(lengths):
+    config = ModelConfig.from_hf("glm5.2-tiny")
+    assert forward_flops(config, lengths) == by_rows(config, lengths)
+    trained, indexers = by_rows(config, lengths)
+    assert training_flops(config, lengths) == 3 * trained + indexers  # the frozen indexers have no backward
+
+
+def test_only_full_layers_bill_an_indexer():
+    config, every = ModelConfig.from_hf("glm5.2"), ModelConfig.from_hf("glm5.2", indexer_types=("full",) * 78)
+    length = 10_000
+    assert forward_flops(config, [length])[1] == 21 * 2 * 32 * 128 * causal_keys(length)
+    assert forward_flops(every, [length])[1] == 78 * 2 * 32 * 128 * causal_keys(length)
+
+
+def test_long_documents_are_far_below_dense_attention():
+    config = ModelConfig.from_hf("glm5.2")
+    length = 131_072
+    sparse = attended_keys(length, config.index_topk)
+    assert sparse == sum(min(p + 1, config.index_topk) for p in range(length))
+    assert causal_keys(length) > 30 * sparse
+    dense = ModelConfig.from_hf("glm5.2", index_topk=length)
+    assert forward_flops(dense, [length])[0] > 2.5 * forward_flops(config, [length])[0]
+
+
+def test_a_pack_costs_what_its_documents_cost():
+    config = ModelConfig.from_hf("glm5.2")
+    single = [training_flops(config, [length]) for length in (5000, 300, 2048)]
+    assert training_flops(config, [5000, 300, 2048]) == sum(single)
+    assert training_flops(config, []) == 0
+
+
+def test_released_model_costs_two_flops_per_active_weight():
+    """At one token the attention core is negligible: 2 FLOPs for each of about 40 G active weights."""
+    trained, _ = forward_flops(ModelConfig.from_hf("glm5.2"), [1])
+    assert 2 * 38e9 < trained < 2 * 41e9

@@ -1,0 +1,36 @@
+"""The learning rate of every iteration."""
+
+import pytest
+
+from megatron_glm.config import OptimizerConfig
+from megatron_glm.training.lr import learning_rate
+
+
+def rates(iterations: int = 12, **fields) -> list[float]:
+    config = OptimizerConfig(lr=1.0, min_lr=0.1, **fields)
+    return [learning_rate(config, iteration, iterations) for iteration in range(1, iterations + 1)]
+
+
+def test_warmup_is_linear_and_ends_at_the_peak():
+    assert rates(lr_warmup_iters=4)[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+
+
+def test_constant_stays():
+    assert rates(lr_decay_style="constant", lr_warmup_iters=2)[1:] == [1.0] * 11
+
+
+def test_linear_reaches_the_minimum_and_stays():
+    values = rates(lr_decay_style="linear", lr_warmup_iters=2, lr_decay_iters=8)
+    assert values[2:8] == pytest.approx([1.0 - 0.9 * i / 6 for i in range(6)])
+    assert values[8:] == pytest.approx([0.1] * 4)
+
+
+def test_cosine_is_half_way_in_the_middle_and_ends_at_the_minimum():
+    values = rates(lr_decay_style="cosine", lr_decay_iters=10)
+    assert values[0] == 1.0 and values[5] == pytest.approx(0.55) and values[10:] == pytest.approx([0.1, 0.1])
+    assert values == sorted(values, reverse=True)
+
+
+def test_decay_lasts_as_long_as_the_run_unless_told():
+    assert rates(8) == rates(12, lr_decay_iters=8)[:8]
+    assert rates(4, lr_warmup_iters=4) == pytest.approx([0.25, 0.5, 0.75, 1.0])
