@@ -1,0 +1,56 @@
+"""From a checked configuration to process groups: the only place that touches the environment of the process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from megatron_glm.config import RunConfig
+from megatron_glm.parallel.groups import ParallelGroups
+from megatron_glm.training.logging import describe, log
+
+
+def initialize(config: RunConfig) -> ParallelGroups:
+    """Check the configuration, then start torch.distributed (under torchrun, or as one process) and make the groups.
+
+    Raises:
+        ValueError: naming the flags, before any process group exists.
+    """
+    config.check(int(os.environ.get("WORLD_SIZE", "1")))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if not dist.is_initialized():
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    torch.manual_seed(config.train.seed)
+    log(describe(config))
+    return ParallelGroups.create(config.parallel)
+
+
+def current_device() -> torch.device:
+    """Where this rank computes."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """What a user can mend ends the process with `error: …`: code 2 for settings and data, 1 for a failed run."""
+    try:
+        yield
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    except (FloatingPointError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,83 @@
+"""AdamW over FSDP2's fp32 shards, and a gradient norm that counts every element of the model once in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from megatron_glm.config import OptimizerConfig
+from megatron_glm.parallel.fsdp import local
+from megatron_glm.parallel.shard import ShardInfo
+
+
+def build_optimizer(chunks: Iterable[nn.Module], config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW over the parameters that require a gradient; its state exists from the start, so that a load can fill it.
+
+    Vectors (norms, biases) have no weight decay. One parameter group holds parameters of one mesh (experts are sharded
+    over another than the rest) because the fused kernel takes a list of one mesh only.
+    """
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for _, parameter, shard in trained_parameters(chunks):
+        groups.setdefault((shard.expert, len(shard.global_shape) > 1), []).append(parameter)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": parameters, "weight_decay": config.weight_decay if decays else 0.0}
+            for (_, decays), parameters in groups.items()
+        ],
+        lr=config.lr,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_eps,
+        fused=True,
+    )
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+            }
+    return optimizer
+
+
+def trained_parameters(chunks: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter, ShardInfo]]:
+    """Canonical name, parameter and share of everything that the optimizer moves."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if parameter.requires_grad:
+                yield name, parameter, chunk.shards[name]
+
+
+@torch.no_grad()
+def gradient_norm(chunks: Iterable[nn.Module], world: ProcessGroup) -> float:
+    """L2 norm of the gradient of the whole model: one all-reduce over `world`.
+
+    Each rank adds the squares of its own shards divided by the number of ranks that hold the same shard, so that a
+    replicated element counts once. Gradients must already be complete (summed over data and tensor ranks).
+    """
+    squares, weights = [], []
+    for _, parameter, shard in trained_parameters(chunks):
+        if parameter.grad is not None:
+            squares.append(local(parameter.grad))
+            copies = 1
+            for group in shard.replica_groups:
+                copies *= group.size()
+            weights.append(1.0 / copies)
+    if squares:
+        norms = torch.stack(torch._foreach_norm(squares)).double()
+        total = (norms.square() * torch.tensor(weights, dtype=torch.float64, device=norms.device)).sum()
+    else:
+        total = torch.zeros((), dtype=torch.float64)
+    dist.all_reduce(total, group=world)
+    return total.sqrt().item()
+
+
+@torch.no_grad()
+def clip_gradients(chunks: Iterable[nn.Module], norm: float, max_norm: float) -> None:
+    """Scales every gradient by max_norm / norm where the norm of the whole gradient exceeds `max_norm`."""
+    if norm > max_norm:
+        gradients = [local(p.grad) for _, p, _ in trained_parameters(chunks) if p.grad is not None]
+        torch._foreach_mul_(gradients, max_norm / norm)

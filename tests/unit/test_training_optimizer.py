@@ -1,0 +1,121 @@
+"""Optimizer and gradient norm on FSDP2 shards over a mesh of one."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from megatron_glm.config import OptimizerConfig, ParallelConfig
+from megatron_glm.parallel.fsdp import local
+from megatron_glm.parallel.groups import ParallelGroups
+from megatron_glm.parallel.shard import ShardInfo
+from megatron_glm.training.optimizer import build_optimizer, clip_gradients, gradient_norm
+
+
+class FakeGroup:
+    """A process group of which only the size matters."""
+
+    def __init__(self, size: int) -> None:
+        self.count = size
+
+    def size(self) -> int:
+        return self.count
+
+
+@pytest.fixture(scope="module")
+def groups() -> ParallelGroups:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return ParallelGroups.create(ParallelConfig())
+
+
+class Net(nn.Module):
+    """A dense and an "expert" matrix, a norm, and a frozen matrix."""
+
+    def __init__(self, copies: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense, self.expert, self.frozen = (nn.Linear(6, 6, bias=False) for _ in range(3))
+        self.norm = nn.LayerNorm(6, bias=False)
+        self.frozen.weight.requires_grad_(False)
+        replicas = {"norm.weight": (FakeGroup(copies),)} if copies > 1 else {}
+        self.shards = {
+            name: ShardInfo(
+                tuple(p.shape), (0,) * p.dim(), replicas if name == "norm.weight" else (), (), "expert" in name
+            )
+            for name, p in self.named_parameters()
+        }
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.expert(self.norm(self.dense(self.frozen(x)))).square().sum()
+
+
+def sharded(net: Net, groups: ParallelGroups) -> Net:
+    fully_shard(net.expert, mesh=DeviceMesh.from_group(groups.edp, "cpu"))
+    fully_shard(net, mesh=DeviceMesh.from_group(groups.dp_cp, "cpu"))
+    return net
+
+
+def test_only_trained_parameters_have_state_and_only_matrices_decay(groups):
+    net = sharded(Net(), groups)
+    optimizer = build_optimizer([net], OptimizerConfig(lr=0.1, weight_decay=0.5))
+    held = {id(p) for p in optimizer.state}
+    assert held == {id(net.dense.weight), id(net.expert.weight), id(net.norm.weight)}
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert decay == {id(net.dense.weight): 0.5, id(net.expert.weight): 0.5, id(net.norm.weight): 0.0}
+
+
+def test_frozen_weights_do_not_move_and_a_step_equals_torchs(groups):
+    net, plain = sharded(Net(), groups), Net()
+    config = OptimizerConfig(lr=0.1, weight_decay=0.5, adam_beta2=0.95)
+    ours = build_optimizer([net], config)
+    theirs = torch.optim.AdamW(
+        [
+            {"params": [plain.dense.weight, plain.expert.weight], "weight_decay": 0.5},
+            {"params": [plain.norm.weight], "weight_decay": 0.0},
+        ],
+        lr=0.1,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+    )
+    x = torch.randn(5, 6)
+    for _ in range(3):
+        for model, optimizer in ((net, ours), (plain, theirs)):
+            optimizer.zero_grad()
+            model(x).backward()
+            optimizer.step()
+    start = Net()
+    assert torch.equal(local(net.frozen.weight), start.frozen.weight)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(local(net.get_parameter(name)), parameter, rtol=1e-5, atol=1e-6)
+        if parameter.requires_grad:
+            assert not torch.equal(parameter, start.get_parameter(name))
+
+
+def test_norm_and_clipping_equal_torchs(groups):
+    net, plain = sharded(Net(), groups), Net()
+    x = torch.randn(5, 6)
+    net(x).backward()
+    plain(x).backward()
+    norm = gradient_norm([net], groups.world)
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+    assert norm == pytest.approx(expected.item(), rel=1e-6)
+    clip_gradients([net], norm, 0.01)
+    for name, parameter in plain.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(local(net.get_parameter(name).grad), parameter.grad, rtol=1e-3, atol=0)
+    clipped = gradient_norm([net], groups.world)
+    assert clipped == pytest.approx(0.01, rel=1e-6)
+    clip_gradients([net], clipped, 1.0)  # below the bound: nothing moves
+    assert gradient_norm([net], groups.world) == clipped
+
+
+def test_a_replicated_gradient_counts_once(groups):
+    """A tensor that four ranks hold adds a quarter of its squares on each of them."""
+    net = sharded(Net(copies=4), groups)
+    net(torch.randn(5, 6)).backward()
+    squares = {name: local(p.grad).square().sum().item() for name, p in net.named_parameters() if p.requires_grad}
+    expected = squares["dense.weight"] + squares["expert.weight"] + squares["norm.weight"] / 4
+    assert gradient_norm([net], groups.world) == pytest.approx(expected**0.5, rel=1e-6)
