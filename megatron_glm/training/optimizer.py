@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -58,19 +59,13 @@ def gradient_norm(chunks: Iterable[nn.Module], world: ProcessGroup) -> float:
     Each rank adds the squares of its own shards divided by the number of ranks that hold the same shard, so that a
     replicated element counts once. Gradients must already be complete (summed over data and tensor ranks).
     """
-    squares, weights = [], []
+    gradients, weights = [], []
     for _, parameter, shard in trained_parameters(chunks):
         if parameter.grad is not None:
-            squares.append(local(parameter.grad))
-            copies = 1
-            for group in shard.replica_groups:
-                copies *= group.size()
-            weights.append(1.0 / copies)
-    if squares:
-        norms = torch.stack(torch._foreach_norm(squares)).double()
-        total = (norms.square() * torch.tensor(weights, dtype=torch.float64, device=norms.device)).sum()
-    else:
-        total = torch.zeros((), dtype=torch.float64)
+            gradients.append(local(parameter.grad))
+            weights.append(1.0 / math.prod(group.size() for group in shard.replica_groups))
+    norms = torch.stack(torch._foreach_norm(gradients)).double()
+    total = (norms.square() * torch.tensor(weights, dtype=torch.float64, device=norms.device)).sum()
     dist.all_reduce(total, group=world)
     return total.sqrt().item()
 

@@ -42,9 +42,7 @@ class Net(nn.Module):
         self.frozen.weight.requires_grad_(False)
         replicas = {"norm.weight": (FakeGroup(copies),)} if copies > 1 else {}
         self.shards = {
-            name: ShardInfo(
-                tuple(p.shape), (0,) * p.dim(), replicas if name == "norm.weight" else (), (), "expert" in name
-            )
+            name: ShardInfo(tuple(p.shape), (0,) * p.dim(), replicas.get(name, ()), (), "expert" in name)
             for name, p in self.named_parameters()
         }
 
