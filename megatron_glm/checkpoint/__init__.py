@@ -1,0 +1,1 @@
+"""Checkpoints: sharded ones for training, Hugging Face folders, and the conversion of one into the other."""

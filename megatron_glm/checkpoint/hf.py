@@ -1,0 +1,248 @@
+"""One table of names: canonical tensors and the Hugging Face keys that hold them, used in both directions.
+
+A canonical name is the Hugging Face key without the leading "model."; only the routed experts differ: all experts of
+a layer are one tensor here (`mlp.experts.gate_up` [E, 2F, D] with the gate rows first, `mlp.experts.down` [E, D, F])
+and one tensor an expert and matrix there. Newer Hugging Face classes hold them fused; that form is read, not written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ..model_config import ModelConfig
+from .fp8 import SCALE_SUFFIX, dequantize, scale_shape
+from .safetensors_io import SafetensorsFolder
+
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+@dataclass(frozen=True)
+class HFTensor:
+    """A tensor of a Hugging Face checkpoint, and which rectangle (offsets, sizes) of the canonical `name` it is."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def parameter_shapes(config: ModelConfig) -> Shapes:
+    """{canonical name: (shape, dtype)} of every parameter and persistent buffer, MTP layers included, in key order.
+
+    The dtype is the config's, but fp32 for the router's correction bias.
+    """
+    vocab, hidden = config.vocab_size, config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (vocab, hidden)}
+    for layer in (*range(config.num_hidden_layers), *config.mtp_layer_ids):
+        parts = _attention_shapes(config, layer) | _mlp_shapes(config, layer)
+        parts |= {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+        if layer >= config.num_hidden_layers:
+            parts |= {"enorm.weight": (hidden,), "hnorm.weight": (hidden,), "shared_head.norm.weight": (hidden,)}
+            parts |= {"eh_proj.weight": (hidden, 2 * hidden)}
+        shapes |= {f"layers.{layer}.{part}": shape for part, shape in parts.items()}
+    shapes |= {"norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
+    dtype = getattr(torch, config.dtype)
+    return {n: (s, torch.float32 if n.endswith("e_score_correction_bias") else dtype) for n, s in shapes.items()}
+
+
+def _attention_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    q_rank, kv_rank, rope = config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim
+    shapes = {
+        "q_a_proj.weight": (q_rank, hidden),
+        "q_a_layernorm.weight": (q_rank,),
+        "q_b_proj.weight": (heads * (config.qk_nope_head_dim + rope), q_rank),
+        "kv_a_proj_with_mqa.weight": (kv_rank + rope, hidden),
+        "kv_a_layernorm.weight": (kv_rank,),
+        "kv_b_proj.weight": (heads * (config.qk_nope_head_dim + config.v_head_dim), kv_rank),
+        "o_proj.weight": (hidden, heads * config.v_head_dim),
+    }
+    if config.has_indexer(layer):
+        index_heads, index_dim = config.index_n_heads, config.index_head_dim
+        shapes |= {
+            "indexer.wq_b.weight": (index_heads * index_dim, q_rank),
+            "indexer.wk.weight": (index_dim, hidden),
+            "indexer.weights_proj.weight": (index_heads, hidden),
+            "indexer.k_norm.weight": (index_dim,),
+            "indexer.k_norm.bias": (index_dim,),
+        }
+    return {f"self_attn.{part}": shape for part, shape in shapes.items()}
+
+
+def _mlp_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    hidden, experts, ffn = config.hidden_size, config.n_routed_experts, config.moe_intermediate_size
+    if not config.is_moe(layer):
+        return _swiglu_shapes("mlp", hidden, config.intermediate_size)
+    return {
+        "mlp.gate.weight": (experts, hidden),
+        "mlp.gate.e_score_correction_bias": (experts,),
+        "mlp.experts.gate_up": (experts, 2 * ffn, hidden),
+        "mlp.experts.down": (experts, hidden, ffn),
+    } | _swiglu_shapes("mlp.shared_experts", hidden, config.n_shared_experts * ffn)
+
+
+def _swiglu_shapes(prefix: str, hidden: int, ffn: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{prefix}.gate_proj.weight": (ffn, hidden),
+        f"{prefix}.up_proj.weight": (ffn, hidden),
+        f"{prefix}.down_proj.weight": (hidden, ffn),
+    }
+
+
+def hf_tensors(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[HFTensor]:
+    """The Hugging Face tensors that make up one canonical tensor: one an expert and matrix, as released."""
+    key = hf_key(name)
+    if name.endswith(".mlp.experts.down"):
+        experts, *matrix = shape
+        folder = key.removesuffix("down")
+        return [
+            HFTensor(f"{folder}{e}.down_proj.weight", (*matrix,), dtype, name, (e, 0, 0), (1, *matrix))
+            for e in range(experts)
+        ]
+    if name.endswith(".mlp.experts.gate_up"):
+        experts, rows, hidden = shape
+        half, folder = (rows // 2, hidden), key.removesuffix("gate_up")
+        return [
+            HFTensor(f"{folder}{e}.{part}_proj.weight", half, dtype, name, (e, first, 0), (1, *half))
+            for e in range(experts)
+            for part, first in (("gate", 0), ("up", rows // 2))
+        ]
+    return [HFTensor(key, shape, dtype, name, (0,) * len(shape), shape)]
+
+
+def fused_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> HFTensor:
+    """The one Hugging Face tensor `experts.gate_up_proj` or `experts.down_proj` that holds all experts."""
+    return HFTensor(hf_key(name) + "_proj", shape, dtype, name, (0,) * len(shape), shape)
+
+
+def hf_key(name: str) -> str:
+    return name if name == "lm_head.weight" else f"model.{name}"
+
+
+class HFCheckpoint:
+    """A Hugging Face folder read as canonical tensors: checked completely from the headers, data read when asked for.
+
+    config: the model that the folder holds: without MTP layers where the config promises them but no tensor exists
+        (which is what transformers itself saves), with one warning.
+    shapes: `parameter_shapes(config)`.
+    Raises ValueError naming tensor and file for missing, extra, misshapen and truncated tensors.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.source = SafetensorsFolder(folder)
+        self.config = self._drop_absent_mtp(ModelConfig.from_hf(folder / "config.json"))
+        self.block = _fp8_block(folder / "config.json")
+        self.shapes = parameter_shapes(self.config)
+        self.tensors = {name: self._find(name, *spec) for name, spec in self.shapes.items()}
+        self.rounded: dict[str, torch.dtype] = {}  # keys whose values changed when they took the config's dtype
+        self._check_extra()
+
+    def _drop_absent_mtp(self, config: ModelConfig) -> ModelConfig:
+        prefixes = tuple(f"model.layers.{layer}." for layer in config.mtp_layer_ids)
+        if not prefixes or any(key.startswith(prefixes) for key in self.source.entries):
+            return config
+        warnings.warn(
+            f"{self.folder / 'config.json'}: num_nextn_predict_layers is {config.num_nextn_predict_layers}, but there "
+            f"are no tensors {prefixes[0]}*: converted without the MTP layer",
+            stacklevel=2,
+        )
+        return replace(config, num_nextn_predict_layers=0)
+
+    def _find(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[HFTensor]:
+        tensors = hf_tensors(name, shape, dtype)
+        if ".mlp.experts." in name and (fused := fused_tensor(name, shape, dtype)).key in self.source.entries:
+            tensors = [fused]
+        for tensor in tensors:
+            entry = self.source.entries.get(tensor.key)
+            if entry is None:
+                raise ValueError(f"{self.folder} lacks the tensor {tensor.key} {list(tensor.shape)}")
+            if entry.shape != tensor.shape:
+                shapes = f"is {list(entry.shape)}, config.json says {list(tensor.shape)}"
+                raise ValueError(f"{entry.file}: {tensor.key} {shapes}")
+            self._check_scale(tensor)
+        return tensors
+
+    def _check_scale(self, tensor: HFTensor) -> None:
+        entry, scale = self.source.entries[tensor.key], self.source.entries.get(tensor.key + SCALE_SUFFIX)
+        if scale is None:
+            if entry.dtype.itemsize < 2 or not entry.dtype.is_floating_point:
+                raise ValueError(f"{entry.file}: {tensor.key} is {entry.dtype} but has no {tensor.key + SCALE_SUFFIX}")
+        elif len(tensor.shape) < 2 or scale.shape != (wanted := scale_shape(tensor.shape, self.block)):
+            raise ValueError(
+                f"{scale.file}: {tensor.key + SCALE_SUFFIX} is {list(scale.shape)}, blocks of {list(self.block)} "
+                f"in {list(tensor.shape)} need {list(wanted)}"
+            )
+
+    def _check_extra(self) -> None:
+        used = {tensor.key for tensors in self.tensors.values() for tensor in tensors}
+        for key, entry in self.source.entries.items():
+            if key not in used and key.removesuffix(SCALE_SUFFIX) not in used:
+                raise ValueError(f"{entry.file}: the tensor {key} belongs to no part of this model")
+
+    def read(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+        """The rectangle of a canonical tensor, in its canonical dtype: where possible a view of the mapped file."""
+        end = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
+        pieces = []
+        for tensor in self.tensors[name]:
+            low = [max(a, b) for a, b in zip(offsets, tensor.offsets, strict=True)]
+            high = [min(a, b + c) for a, b, c in zip(end, tensor.offsets, tensor.sizes, strict=True)]
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                pieces.append((tensor, low, high))
+        if len(pieces) == 1:
+            tensor, low, high = pieces[0]
+            return self._piece(tensor, low, high)
+        result = torch.empty(sizes, dtype=self.shapes[name][1])
+        for tensor, low, high in pieces:
+            index = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))
+            result[index] = self._piece(tensor, low, high)
+        return result
+
+    def _piece(self, tensor: HFTensor, low: list[int], high: list[int]) -> torch.Tensor:
+        """Canonical rows [low, high) of one Hugging Face tensor; only dim 0 of a matrix is ever cut."""
+        data = self.source.tensor(tensor.key).view(tensor.sizes)
+        index = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, tensor.offsets, strict=True))
+        scale_key = tensor.key + SCALE_SUFFIX
+        if scale_key not in self.source.entries:
+            return self._cast(tensor, data[index])
+        scales = self.source.tensor(scale_key)
+        if data.dim() == 2:
+            return dequantize(data[index], scales, self.block, tensor.dtype, index[0].start)
+        scales = scales.view(data.shape[0], *scales.shape[-2:])
+        experts = range(index[0].start, index[0].stop)
+        rows = [dequantize(data[e][index[1:]], scales[e], self.block, tensor.dtype, index[1].start) for e in experts]
+        return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
+
+    def _cast(self, tensor: HFTensor, data: torch.Tensor) -> torch.Tensor:
+        if data.dtype == tensor.dtype:
+            return data
+        result = data.to(tensor.dtype)
+        if not torch.equal(result.to(data.dtype), data):
+            self.rounded[tensor.key] = data.dtype
+        return result
+
+
+def _fp8_block(config_file: Path) -> tuple[int, int]:
+    """`quantization_config.weight_block_size`, 128 x 128 where the config does not say."""
+    quantization = json.loads(config_file.read_text()).get("quantization_config") or {}
+    rows, columns = quantization.get("weight_block_size") or (128, 128)
+    return rows, columns
+
+
+def total_bytes(shapes: Shapes) -> int:
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
+
+
+def all_hf_tensors(shapes: Shapes) -> Iterator[HFTensor]:
+    """The Hugging Face tensors of a whole model, in the order of `shapes`."""
+    for name, (shape, dtype) in shapes.items():
+        yield from hf_tensors(name, shape, dtype)

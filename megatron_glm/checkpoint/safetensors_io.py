@@ -1,0 +1,148 @@
+"""Reading and writing safetensors with memory bounded by one tensor.
+
+The format: 8 bytes little-endian header length, a JSON header {key: {dtype, shape, data_offsets}}, the data.
+The `safetensors` package writes a file from tensors that are all in memory; here a file is written tensor after
+tensor. Reading maps the file, so that only the pages in use are in memory and none of them is anonymous.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies: bytes [start, end) of `file`."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+class SafetensorsFolder:
+    """The tensors of a Hugging Face folder by key, found through its index or in its single file.
+
+    Only headers are read here. Raises ValueError naming tensor and file for whatever does not fit together:
+    an index that names a missing file or tensor, a tensor that the index does not know, truncated files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.entries: dict[str, Entry] = {}
+        index = folder / INDEX_NAME
+        if not index.is_file():
+            if not (folder / SINGLE_NAME).is_file():
+                raise ValueError(f"{folder} holds neither {INDEX_NAME} nor {SINGLE_NAME}")
+            self.entries = read_header(folder / SINGLE_NAME)
+            return
+        try:
+            weight_map = json.loads(index.read_text())["weight_map"]
+        except (json.JSONDecodeError, KeyError) as error:
+            raise ValueError(f"{index} is not a safetensors index: {error!r}") from error
+        for name in sorted(set(weight_map.values())):
+            if not (folder / name).is_file():
+                key = next(key for key, file in weight_map.items() if file == name)
+                raise ValueError(f"{folder / name} is missing; {INDEX_NAME} places {key} in it")
+            for key, entry in read_header(folder / name).items():
+                if weight_map.get(key) != name:
+                    raise ValueError(f"{folder / name} holds {key}, which {INDEX_NAME} places in {weight_map.get(key)}")
+                self.entries[key] = entry
+        for key in weight_map.keys() - self.entries.keys():
+            raise ValueError(f"{folder / weight_map[key]} lacks {key}, which {INDEX_NAME} places in it")
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """The whole tensor as a view of the mapped file: costs no memory until its pages are touched."""
+        entry = self.entries[key]
+        mapped = torch.from_file(str(entry.file), shared=False, size=entry.file.stat().st_size, dtype=torch.uint8)
+        raw = mapped[entry.start : entry.end]
+        if entry.start % entry.dtype.itemsize:  # legal in the format, but torch cannot view it in place
+            raw = raw.clone()
+        return raw.view(entry.dtype).view(entry.shape)
+
+
+def read_header(file: Path) -> dict[str, Entry]:
+    """The tensors of one safetensors file. Raises ValueError if it is truncated or no such file."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise ValueError(f"{file} is truncated: {size} bytes, its header alone needs {length + 8}")
+        try:
+            header = json.loads(stream.read(length))
+        except ValueError as error:
+            raise ValueError(f"{file} has no safetensors header: {error}") from error
+    entries = {}
+    for key, fields in header.items():
+        if key == "__metadata__":
+            continue
+        if fields["dtype"] not in DTYPES:
+            raise ValueError(f"{file}: {key} has the unknown dtype {fields['dtype']}")
+        dtype, shape = DTYPES[fields["dtype"]], tuple(fields["shape"])
+        start, end = (8 + length + offset for offset in fields["data_offsets"])
+        if end - start != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{file}: {key} has {end - start} bytes, shape {list(shape)} of {dtype} needs others")
+        if end > size:
+            raise ValueError(f"{file} is truncated: {key} ends at byte {end}, the file at byte {size}")
+        entries[key] = Entry(file, dtype, shape, start, end)
+    return entries
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """A tensor to write; `blocks` yields its data in order, as consecutive pieces of its dim 0 or of its bytes."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    blocks: Iterable[torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_safetensors(file: Path, tensors: list[Outgoing]) -> Iterator[int]:
+    """Writes and syncs one file, block after block; yields the bytes of each block when it is written."""
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor in tensors:
+        ends = [offset, offset + tensor.nbytes]
+        header[tensor.key] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": ends}
+        offset += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # keeps the data aligned, so that it can be mapped
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            for block in tensor.blocks:
+                assert block.dtype == tensor.dtype, (tensor.key, block.dtype)
+                yield stream.write(block.contiguous().view(torch.uint8).numpy().data)
+        stream.flush()
+        os.fsync(stream.fileno())
+        assert stream.tell() == 8 + len(text) + offset, file

@@ -1,0 +1,247 @@
+"""Sharded checkpoints: torch distributed checkpoints in which every tensor is its global self.
+
+    DIR/latest_checkpointed_iteration.txt           written last
+    DIR/iter_0000100/{.metadata, *.distcp}          the tensors
+    DIR/iter_0000100/{config.json, state.json}      the model that they are; the scalars of the training run
+    DIR/iter_0000100/hf/                            config.json, tokenizer, template … as they came
+
+Parameters and buffers have canonical names, AdamW moments `optimizer.exp_avg.NAME` and `optimizer.exp_avg_sq.NAME`.
+Each rank writes rectangles of them and reads other rectangles, so that any layout loads any other. `group` is a gloo
+group of all ranks that take part (the training groups stay free), or None for this process alone.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import pickle
+import re
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from ..model_config import ModelConfig
+from ..parallel.shard import Rectangle
+from .files import copy_side_files, staged_folder, write_durably
+from .planners import Chunk, ChunkPlanner, RectanglePlanner, cut
+
+FILE_BYTES = 512 << 20  # torch keeps every tensor of a file until the file is closed: this bounds that of a writer
+LATEST_NAME = "latest_checkpointed_iteration.txt"
+
+T = TypeVar("T")
+
+
+def iteration_folder(folder: Path, iteration: int) -> Path:
+    return folder / f"iter_{iteration:07d}"
+
+
+def latest(folder: Path) -> int | None:
+    """The iteration of the last complete checkpoint in `folder`; None without any."""
+    file = folder / LATEST_NAME
+    if not file.is_file():
+        return None
+    text = file.read_text().strip()
+    if not re.fullmatch(r"\d+", text):
+        raise ValueError(f"{file} holds {text!r}, it should hold an iteration number")
+    return int(text)
+
+
+def read_state(folder: Path, iteration: int) -> dict[str, Any]:
+    """The scalars that `save` was given."""
+    return json.loads((iteration_folder(folder, iteration) / "state.json").read_text())
+
+
+def save(
+    folder: Path,
+    iteration: int,
+    rectangles: list[Rectangle],
+    state: dict[str, Any],
+    config: ModelConfig,
+    hf_files: Path | None,
+    group: ProcessGroup | None,
+) -> None:
+    """Writes the checkpoint of one iteration; every rank of `group` calls it with its own rectangles.
+
+    Args:
+        state: JSON scalars of the run (data position, optimizer steps …); rank 0's counts.
+        hf_files: the `hf/` folder of the checkpoint that this run started from, carried along.
+    Raises: ValueError or OSError on every rank if any of them fails; the target then does not exist.
+    """
+    chunks = []
+    for rectangle in (r for r in rectangles if r.owner):
+        data = rectangle.tensor.detach()
+        for offsets, sizes in cut(data.shape, data.dtype.itemsize):
+            index = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+            place = tuple(a + b for a, b in zip(rectangle.offsets, offsets, strict=True))
+            read = partial(operator.getitem, data, index)
+            chunks.append(Chunk(rectangle.name, rectangle.global_shape, data.dtype, place, sizes, read))
+    write_chunks(folder, iteration, chunks, state, config, hf_files, group)
+
+
+def write_chunks(
+    folder: Path,
+    iteration: int,
+    chunks: list[Chunk],
+    state: dict[str, Any],
+    config: ModelConfig,
+    hf_files: Path | None,
+    group: ProcessGroup | None,
+    progress: Callable[[int], object] = lambda nbytes: None,
+) -> None:
+    """`save` for data that is produced chunk by chunk; `progress` gets the bytes of each chunk when its turn comes."""
+    target = iteration_folder(folder, iteration)
+    rank = 0 if group is None else group.rank()
+    planner = ChunkPlanner(chunks, progress)
+    writer = FileSystemWriter(target.with_name(target.name + ".tmp"))
+    with ExitStack() as stack:
+        metadata = None
+
+        def begin(plans: list[SavePlan]) -> None:
+            nonlocal metadata
+            metadata = planner.create_global_plan(plans)[1]
+            stack.enter_context(staged_folder(target))
+
+        def finish(results: list[list[WriteResult]]) -> None:
+            writer.finish(metadata, results)
+            write_durably(writer.path / "config.json", json.dumps(config.to_hf(), indent=2).encode())
+            write_durably(writer.path / "state.json", json.dumps(state, indent=2).encode())
+            if hf_files is not None:
+                copy_side_files(hf_files, writer.path / "hf")
+            stack.close()
+            write_durably(folder / LATEST_NAME, str(iteration).encode())
+
+        _together(group, planner.create_local_plan, begin)
+        _together(group, lambda: _write(writer, planner, rank), finish)
+
+
+def _write(writer: FileSystemWriter, planner: ChunkPlanner, rank: int) -> list[WriteResult]:
+    """Writes this rank's chunks, in files of at most FILE_BYTES."""
+    results, items, size = [], [], 0
+
+    def flush() -> None:
+        prefix = SimpleNamespace(prefix=f"rank{rank:05d}_{len(results):05d}_")
+        results.append(writer.write_data(SavePlan(items, storage_data=prefix), planner).wait())
+
+    for item in planner.create_local_plan().items:
+        nbytes = planner.chunks[item.index].nbytes
+        if items and size + nbytes > FILE_BYTES:
+            flush()
+            items, size = [], 0
+        items.append(item)
+        size += nbytes
+    if items:
+        flush()
+    return [result for part in results for result in part]
+
+
+def load(folder: Path, iteration: int, rectangles: list[Rectangle], group: ProcessGroup | None) -> None:
+    """Fills the tensors of `rectangles` (this rank's) in place, converting dtypes; every rank of `group` calls it.
+
+    What is not asked for is not read: without the `optimizer.*` rectangles this is an optimizer-free load.
+    Raises: ValueError on every rank if the checkpoint lacks or differs from what any of them asks for.
+    """
+    _together(group, lambda: Reader(iteration_folder(folder, iteration)).read(rectangles), lambda _: None)
+
+
+class Reader:
+    """A complete checkpoint folder (`iter_…`).
+
+    shapes: {name: (global shape, dtype)} of everything stored.
+    Raises ValueError naming the file that is missing or damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._storage = FileSystemReader(folder)
+        if not (folder / ".metadata").is_file():
+            raise ValueError(f"{folder} is no complete checkpoint: it has no .metadata")
+        try:
+            self._metadata = self._storage.read_metadata()
+        except Exception as error:  # whatever unpickling damaged bytes may raise
+            raise ValueError(f"{folder / '.metadata'} is damaged: {error!r}") from error
+        self._storage.set_up_storage_reader(self._metadata, is_coordinator=True)
+        tensors = self._metadata.state_dict_metadata
+        self.shapes = {name: (tuple(tensor.size), tensor.properties.dtype) for name, tensor in tensors.items()}
+
+    def require(self, wanted: dict[str, tuple[int, ...]]) -> None:
+        """Raises one ValueError that lists the first tensors which are missing or have another global shape."""
+        faults = []
+        for name, shape in wanted.items():
+            stored = self.shapes[name][0] if name in self.shapes else None
+            if stored is None:
+                faults.append(f"{name} {list(shape)} is not in the checkpoint")
+            elif stored != tuple(shape):
+                faults.append(f"{name} is {list(stored)} in the checkpoint, {list(shape)} in the model")
+        if faults:
+            more = f"; and {len(faults) - 5} more" if len(faults) > 5 else ""
+            raise ValueError(f"{self.folder} is of another model: {'; '.join(faults[:5])}{more}")
+
+    def read(self, rectangles: list[Rectangle]) -> None:
+        """Fills the tensors of `rectangles` in place, converting dtypes."""
+        self.require({rectangle.name: rectangle.global_shape for rectangle in rectangles})
+        planner = RectanglePlanner(rectangles, self._metadata)
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in planner.create_local_plan().items:
+            by_file.setdefault(self._metadata.storage_data[item.storage_index].relative_path, []).append(item)
+        for file, items in by_file.items():
+            self._check_file(self.folder / file, items)
+            try:
+                self._storage.read_data(LoadPlan(items), planner)
+            except (RuntimeError, ValueError, AssertionError, EOFError, pickle.UnpicklingError) as error:
+                raise ValueError(f"{self.folder / file}: cannot read {items[0].storage_index.fqn}: {error}") from error
+
+    def tensor(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """One rectangle as a new tensor of `dtype`."""
+        result = torch.empty(sizes, dtype=dtype)
+        self.read([Rectangle(name, self.shapes[name][0], offsets, result, owner=False)])
+        return result
+
+    def _check_file(self, file: Path, items: list[ReadItem]) -> None:
+        if not file.is_file():
+            raise ValueError(f"{file} is missing: it holds {items[0].storage_index.fqn}")
+        size = file.stat().st_size
+        for item in items:
+            place = self._metadata.storage_data[item.storage_index]
+            if (end := place.offset + place.length) > size:
+                name = item.storage_index.fqn
+                raise ValueError(f"{file} is truncated: {name} ends at byte {end}, the file at byte {size}")
+
+
+def _together(group: ProcessGroup | None, local: Callable[[], T], combine: Callable[[list[T]], object]) -> None:
+    """Runs `local` on every rank, then `combine` on rank 0 with all results; an error of any is raised on all."""
+    if group is None or group.size() == 1:
+        combine([local()])
+        return
+    result, error = None, None
+    try:
+        result = local()
+    except Exception as caught:
+        error = caught
+    outcomes = [None] * group.size() if group.rank() == 0 else None
+    failure = None if error is None else f"rank {group.rank()}: {error}"
+    dist.gather_object((result, failure), outcomes, group=group, group_dst=0)
+    verdict = [None]
+    if group.rank() == 0:
+        failures = [failure for _, failure in outcomes if failure is not None]
+        try:
+            if not failures:
+                combine([result for result, _ in outcomes])
+        except Exception as caught:
+            error = caught
+            failures = [f"rank 0: {caught}"]
+        verdict = ["; ".join(failures[:3]) if failures else None]
+    dist.broadcast_object_list(verdict, group=group, group_src=0)
+    if error is not None:
+        raise error
+    if verdict[0] is not None:
+        raise ValueError(verdict[0])
