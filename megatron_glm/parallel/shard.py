@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.distributed import ProcessGroup
 
 
@@ -38,3 +39,21 @@ class Rectangle:
     offsets: tuple[int, ...]
     tensor: torch.Tensor
     owner: bool
+
+
+def collect_shards(module: nn.Module) -> dict[str, ShardInfo]:
+    """ShardInfo of every parameter and persistent buffer under its canonical name.
+
+    Each module that creates a parameter or buffer says how it is cut in its attribute `shards`.
+
+    Raises:
+        ValueError: if a parameter or buffer was created without.
+    """
+    infos = {}
+    for prefix, child in module.named_modules():
+        for name, info in getattr(child, "shards", {}).items():
+            infos[f"{prefix}.{name}" if prefix else name] = info
+    for name in module.state_dict():
+        if name not in infos:
+            raise ValueError(f"{name} has no ShardInfo: its module must list it in `shards`")
+    return infos

@@ -1,0 +1,60 @@
+"""The lightning indexer of DSA: chooses the keys that a layer, and the shared layers after it, attend to."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron_glm.model.norm import LayerNorm
+from megatron_glm.model.plan import AttentionPlan
+from megatron_glm.model_config import ModelConfig
+from megatron_glm.ops.indexer import index_topk
+from megatron_glm.ops.rope import apply_rope
+from megatron_glm.parallel.collectives import gather_pack, gather_values
+from megatron_glm.parallel.linear import ReplicatedLinear
+
+
+class Indexer(nn.Module):
+    """Scores the keys of the pack for the query rows of this rank's sequence shard; frozen."""
+
+    def __init__(self, config: ModelConfig, tp: ProcessGroup, tp_cp: ProcessGroup, backend: str) -> None:
+        super().__init__()
+        self.n_heads, self.head_dim, self.rope_dim = (
+            config.index_n_heads,
+            config.index_head_dim,
+            config.qk_rope_head_dim,
+        )
+        self.tp, self.tp_cp, self.backend = tp, tp_cp, backend
+        self.wq_b = ReplicatedLinear(config.q_lora_rank, self.n_heads * self.head_dim, tp)
+        self.wk = ReplicatedLinear(config.hidden_size, self.head_dim, tp)
+        self.k_norm = LayerNorm(self.head_dim, config.indexer_norm_eps, tp)
+        self.weights_proj = ReplicatedLinear(config.hidden_size, self.n_heads, tp)
+        self.requires_grad_(False)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, qr: Tensor, plan: AttentionPlan) -> Tensor:
+        """Select keys.
+
+        Args:
+            x: [t/TP, D] input of the attention; qr: [t/TP, q_lora_rank] normalised query latent.
+        Returns:
+            [t, K] int32 pack positions for all local rows, the same on every TP rank; -1 in unused slots and in rows
+            that need no selection.
+        """
+        rows, (cos, sin) = plan.sparse.shard_rows, plan.shard_rope
+        key = self._rotate(self.k_norm(self.wk(x)), cos, sin)
+        key = gather_pack(key, self.tp_cp, plan.order)
+        query = self.wq_b(qr[rows]).view(-1, self.n_heads, self.head_dim)
+        query = self._rotate(query, cos[rows], sin[rows])
+        # fp32, because a rounded head weight moves the selection. The scale of the scores is positive, so it passes
+        # through the relu and is folded in here.
+        weight = F.linear(x[rows].float(), self.weights_proj.weight.float()) * (self.n_heads * self.head_dim) ** -0.5
+        selected = index_topk(query, key, weight, plan.sparse.start, plan.sparse.end, plan.slots, self.backend)
+        topk = selected.new_full((x.shape[0], plan.slots), -1).index_copy_(0, rows, selected)
+        return gather_values(topk, self.tp)
+
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rope on the first dims of an index head (in MLA it is on the last)."""
+        return torch.cat((apply_rope(x[..., : self.rope_dim], cos, sin), x[..., self.rope_dim :]), dim=-1)

@@ -1,0 +1,49 @@
+"""Weights from (seed, name): every layout starts from the same model."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from megatron_glm.model.glm import GLMChunk
+from megatron_glm.parallel.fsdp import local, rectangle
+from megatron_glm.parallel.shard import Rectangle
+
+ROWS = 256  # rows that are drawn together; a rank draws only the blocks that it holds a part of
+
+
+@torch.no_grad()
+def initialize_weights(chunk: GLMChunk, seed: int) -> None:
+    """Fill all parameters and buffers: norms 1, biases 0, matrices normal with std `initializer_range`.
+
+    Drawn on the CPU in fp32 and cast, so that the device does not matter and no rounding piles up in the tails.
+    """
+    std = chunk.config.initializer_range
+    for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
+        local(tensor).zero_()  # vocabulary padding and buffers stay zero
+        if name not in chunk.shards or name.endswith(("bias",)):
+            continue
+        part = rectangle(name, tensor, chunk.shards[name])
+        if part.tensor.dim() == 1:
+            part.tensor.fill_(1.0)
+        elif part.tensor.numel():
+            _draw(part, std, seed)
+
+
+def _draw(part: Rectangle, std: float, seed: int) -> None:
+    """Fill a rectangle from blocks of the global tensor: an expert each, or ROWS rows."""
+    rows = 1 if len(part.global_shape) == 3 else ROWS
+    first, last = part.offsets[0], part.offsets[0] + part.tensor.shape[0]
+    columns = [slice(o, o + n) for o, n in zip(part.offsets[1:], part.tensor.shape[1:], strict=True)]
+    for block in range(first // rows, -(-last // rows)):
+        begin, end = block * rows, min((block + 1) * rows, part.global_shape[0])
+        drawn = torch.empty(end - begin, *part.global_shape[1:])
+        drawn.normal_(0.0, std, generator=_generator(seed, part.name, block))
+        lower, upper = max(begin, first), min(end, last)
+        part.tensor[lower - first : upper - first] = drawn[lower - begin : upper - begin, *columns].to(part.tensor)
+
+
+def _generator(seed: int, name: str, block: int) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}/{name}/{block}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

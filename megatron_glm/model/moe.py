@@ -1,0 +1,58 @@
+"""Mixture of experts: routed experts behind a dispatcher, and the shared expert beside them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron_glm.config import ParallelConfig
+from megatron_glm.model.mlp import MLP
+from megatron_glm.model.plan import AttentionPlan
+from megatron_glm.model.router import Router
+from megatron_glm.model_config import ModelConfig
+from megatron_glm.ops.experts import grouped_mlp
+from megatron_glm.parallel.dispatch import make_dispatcher
+from megatron_glm.parallel.groups import ParallelGroups
+from megatron_glm.parallel.shard import ShardInfo
+
+
+class Experts(nn.Module):
+    """This rank's routed experts, fused: gate_up [e, 2F, D] (gate rows first), down [e, D, F]."""
+
+    def __init__(self, config: ModelConfig, groups: ParallelGroups) -> None:
+        super().__init__()
+        experts, ep = config.n_routed_experts, groups.ep
+        if experts % ep.size():
+            raise ValueError(f"n_routed_experts {experts} is not divisible by --expert-model-parallel-size {ep.size()}")
+        width, hidden = config.moe_intermediate_size, config.hidden_size
+        shapes = {"gate_up": (experts, 2 * width, hidden), "down": (experts, hidden, width)}
+        self.shards = {}
+        for name, shape in shapes.items():
+            local = experts // ep.size()
+            setattr(self, name, nn.Parameter(torch.empty(local, *shape[1:])))
+            offsets = (ep.rank() * local, 0, 0)
+            self.shards[name] = ShardInfo(shape, offsets, replica_groups=(), sum_groups=(), expert=True)
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        return grouped_mlp(rows, counts, self.gate_up, self.down)
+
+
+class MoE(nn.Module):
+    """y = sum_k w_k * expert_k(x) + shared(x) on [t/TP, D]; experts are never tensor-parallel."""
+
+    def __init__(self, config: ModelConfig, groups: ParallelGroups, parallel: ParallelConfig) -> None:
+        super().__init__()
+        self.gate = Router(config, groups)
+        self.experts = Experts(config, groups)
+        width = config.n_shared_experts * config.moe_intermediate_size
+        self.shared_experts = MLP(config.hidden_size, width, groups.tp)
+        self.dispatcher = make_dispatcher(
+            parallel.moe_token_dispatcher_type, config.n_routed_experts, groups, parallel.expert_node_size
+        )
+
+    def forward(self, x: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
+        """-> output [t/TP, D] and the expert ids [t/TP, K] int64 that were chosen (-1 for padding)."""
+        ids, weights = self.gate(x, plan.valid)
+        rows, counts, handle = self.dispatcher.dispatch(x, ids, weights)
+        routed = self.dispatcher.combine(self.experts(rows, counts), handle)
+        return routed + self.shared_experts(x), ids

@@ -1,0 +1,39 @@
+"""Normalisations on the sequence shard."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron_glm.parallel.linear import replicated
+
+
+class RMSNorm(nn.Module):
+    """weight * cast(x * rsqrt(mean(x^2) + eps)): computed in fp32, cast to x's dtype, then scaled."""
+
+    def __init__(self, dim: int, eps: float, tp: ProcessGroup) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.eps = eps
+        self.shards = {"weight": replicated((dim,), tp)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        full = x.float()
+        return self.weight * (full * torch.rsqrt(full.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class LayerNorm(nn.Module):
+    """Mean and variance normalisation with weight and bias, in fp32: the index key is compared, so it keeps fp32."""
+
+    def __init__(self, dim: int, eps: float, tp: ProcessGroup) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.bias = nn.Parameter(torch.empty(dim))
+        self.eps = eps
+        self.shards = {"weight": replicated((dim,), tp), "bias": replicated((dim,), tp)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = F.layer_norm(x.float(), x.shape[-1:], self.weight.float(), self.bias.float(), self.eps)
+        return normed.to(x.dtype)

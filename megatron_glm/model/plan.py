@@ -1,0 +1,182 @@
+"""What each query row of a micro-batch may attend to, worked out once on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_glm.model_config import ModelConfig
+from megatron_glm.ops.rope import rope_tables
+from megatron_glm.parallel.collectives import PackOrder
+from megatron_glm.parallel.context import pack_order, zigzag_ranges, zigzag_rows
+
+
+@dataclass(frozen=True)
+class DenseRows:
+    """The local rows that run as dense causal attention, and the keys that they see."""
+
+    rows: Tensor  # int64 [n], local rows
+    keys: Tensor  # int64 [m], pack positions
+    segments: list[int]  # (row begin, row end, key begin, key end) in `rows` and `keys`, flattened
+
+
+@dataclass(frozen=True)
+class SparseRows:
+    """The local rows that attend to a selection of keys."""
+
+    rows: Tensor  # int64 [n], local rows
+    length: Tensor  # int32 [n], keys that each of them selects
+    shard_rows: Tensor  # int64 [m], those of the sequence shard, counted within the shard
+    start: Tensor  # int32 [m], their range of pack positions
+    end: Tensor  # int32 [m]
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """One micro-batch on one rank. T rows in the pack, t = T/CP local rows, t/TP rows in the sequence shard.
+
+    `dense` and `sparse` are None where no rank of this pack has such rows, so that all ranks take the same path
+    through the collectives; where only this rank has none they are empty.
+    """
+
+    total: int
+    slots: int  # width K of a selection: min(index_topk, T)
+    local_rows: Tensor | None  # int64 [t], pack positions; None = all, in order
+    order: PackOrder | None  # puts gathered rows into pack order
+    shard: slice  # this TP rank's part of the local rows
+    rope: tuple[Tensor, Tensor]  # cos, sin [t, R/2]
+    valid: Tensor | None  # bool [t/TP]: rows of the shard that are no padding; None = all
+    dense: DenseRows | None
+    sparse: SparseRows | None
+
+    @property
+    def shard_rope(self) -> tuple[Tensor, Tensor]:
+        cos, sin = self.rope
+        return cos[self.shard], sin[self.shard]
+
+    def local(self, x: Tensor) -> Tensor:
+        """The rows of a pack [T, ...] that this context-parallel rank holds: [t, ...]."""
+        return x if self.local_rows is None else x.index_select(0, self.local_rows)
+
+    @classmethod
+    def build(
+        cls,
+        config: ModelConfig,
+        doc_lengths: tuple[int, ...],
+        total: int,
+        *,
+        cp_rank: int = 0,
+        cp_size: int = 1,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        dense_rows: str = "auto",
+        device: torch.device | str = "cpu",
+    ) -> AttentionPlan:
+        """Plan a pack of `total` rows that starts with documents of `doc_lengths`; the rest is padding.
+
+        Args:
+            dense_rows: "auto" lets rows that see at most index_topk keys run as dense attention, "off" none.
+        Raises:
+            ValueError: if the rows do not split over the ranks, or the documents are longer than the pack.
+        """
+        if total % (cp_size * tp_size):
+            raise ValueError(
+                f"{total} tokens of a micro-batch do not split over --context-parallel-size {cp_size} x "
+                f"--tensor-model-parallel-size {tp_size}"
+            )
+        if sum(doc_lengths) > total:
+            raise ValueError(f"documents of {sum(doc_lengths)} tokens in a pack of {total}")
+        start, position, valid = _describe(doc_lengths, total)
+        dense = valid & (position < config.index_topk) if dense_rows == "auto" else torch.zeros_like(valid)
+        sparse = valid & ~dense
+
+        rows = zigzag_rows(total, cp_rank, cp_size)
+        shard_size = rows.numel() // tp_size
+        shard = slice(tp_rank * shard_size, (tp_rank + 1) * shard_size)
+        order = pack_order(total, cp_size)
+        # A pack of nothing but padding still has an (empty) sparse part: its gradients must join the collectives.
+        has_dense = bool(dense.any())
+        has_sparse = bool(sparse.any()) or not has_dense
+        ranges = zigzag_ranges(total, cp_rank, cp_size)
+        cos, sin = rope_tables(position[rows].to(device), config.qk_rope_head_dim, config.rope_theta)
+        shard_valid = valid[rows][shard]
+        return cls(
+            total=total,
+            slots=min(config.index_topk, total),
+            local_rows=None if cp_size == 1 else rows.to(device),
+            order=None if order is None else PackOrder(*(x.to(device) for x in order)),
+            shard=shard,
+            rope=(cos, sin),
+            valid=None if bool(valid.all()) else shard_valid.to(device),
+            dense=_dense_rows(doc_lengths, ranges, config.index_topk, device) if has_dense else None,
+            sparse=_sparse_rows(sparse[rows], start[rows], position[rows], shard, config.index_topk, device)
+            if has_sparse
+            else None,
+        )
+
+
+def attended_keys(doc_lengths: tuple[int, ...], total: int, index_topk: int, cp_size: int) -> list[tuple[int, int]]:
+    """(selected keys, causal keys) of each context-parallel rank's rows: its work in attention and in the indexer."""
+    _, position, valid = _describe(doc_lengths, total)
+    causal = (position + 1) * valid
+    attended = causal.clamp(max=index_topk)
+    ranks = [zigzag_rows(total, rank, cp_size) for rank in range(cp_size)]
+    return [(int(attended[rows].sum()), int(causal[rows].sum())) for rows in ranks]
+
+
+def _describe(doc_lengths: tuple[int, ...], total: int) -> tuple[Tensor, Tensor, Tensor]:
+    """First pack position of each row's document, position within it, and whether the row is no padding: [T] each."""
+    lengths = torch.tensor(doc_lengths, dtype=torch.int64)
+    used = int(lengths.sum())
+    start = torch.zeros(total, dtype=torch.int64)
+    start[:used] = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    valid = torch.arange(total) < used
+    position = (torch.arange(total) - start) * valid
+    return start, position, valid
+
+
+def _sparse_rows(
+    sparse: Tensor, start: Tensor, position: Tensor, shard: slice, index_topk: int, device: torch.device | str
+) -> SparseRows:
+    rows = sparse.nonzero().flatten()
+    shard_rows = sparse[shard].nonzero().flatten()
+    first = start[shard][shard_rows]
+    return SparseRows(
+        rows=rows.to(device),
+        length=(position[rows] + 1).clamp(max=index_topk).int().to(device),
+        shard_rows=shard_rows.to(device),
+        start=first.int().to(device),
+        end=(first + position[shard][shard_rows] + 1).int().to(device),
+    )
+
+
+def _dense_rows(
+    doc_lengths: tuple[int, ...], ranges: tuple[tuple[int, int], ...], index_topk: int, device: torch.device | str
+) -> DenseRows:
+    rows, keys, segments = [], [], []
+    n_rows = n_keys = doc_begin = 0
+    for length in doc_lengths:
+        seen = 0  # keys of this document that some local row sees
+        for row_begin, first, last in _overlaps(ranges, doc_begin, doc_begin + min(length, index_topk)):
+            seen = last - doc_begin
+            rows.append(torch.arange(row_begin, row_begin + last - first))
+            segments += [n_rows, n_rows + last - first, n_keys, n_keys + seen]
+            n_rows += last - first
+        keys.append(torch.arange(doc_begin, doc_begin + seen))
+        n_keys += seen
+        doc_begin += length
+    empty = torch.empty(0, dtype=torch.int64)
+    return DenseRows(torch.cat([empty, *rows]).to(device), torch.cat([empty, *keys]).to(device), segments)
+
+
+def _overlaps(ranges: tuple[tuple[int, int], ...], begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """(local row, pack begin, pack end) of the parts of [begin, end) that lie in a rank's ranges."""
+    local = 0
+    for range_begin, range_end in ranges:
+        first, last = max(begin, range_begin), min(end, range_end)
+        if first < last:
+            yield local + first - range_begin, first, last
+        local += range_end - range_begin

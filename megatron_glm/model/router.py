@@ -1,0 +1,72 @@
+"""Router of the mixture of experts: sigmoid scores, a correction bias that only steers the choice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_glm.model_config import ModelConfig
+from megatron_glm.ops.routing import select_experts
+from megatron_glm.parallel.collectives import sum_over
+from megatron_glm.parallel.groups import ParallelGroups
+from megatron_glm.parallel.linear import replicated
+from megatron_glm.parallel.shard import ShardInfo
+
+
+class Router(nn.Module):
+    """Chooses num_experts_per_tok experts for each token of the sequence shard."""
+
+    def __init__(self, config: ModelConfig, groups: ParallelGroups) -> None:
+        super().__init__()
+        experts, shape = config.n_routed_experts, (config.n_routed_experts, config.hidden_size)
+        self.config, self.stage = config, groups.tp_cp_dp
+        self.weight = nn.Parameter(torch.empty(shape))
+        self.register_buffer("e_score_correction_bias", torch.empty(experts, dtype=torch.float32))
+        # Tokens that chose each expert since the last step, on this rank; counted by the chunk, outside recomputation.
+        self.register_buffer("counts", torch.zeros(experts, dtype=torch.int64), persistent=False)
+        everywhere = ShardInfo((experts,), (0,), replica_groups=(self.stage,), sum_groups=(), expert=False)
+        self.shards = {"weight": replicated(shape, groups.tp), "e_score_correction_bias": everywhere}
+
+    def forward(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Route.
+
+        Args:
+            x: [t/TP, D]; valid: bool [t/TP], False on padding, or None.
+        Returns:
+            ids [t/TP, K] int64, -1 for padding, and weights [t/TP, K] fp32.
+        """
+        config = self.config
+        score = torch.sigmoid(F.linear(x.float(), self.weight.float()))
+        choice = score.detach() + self.e_score_correction_bias
+        ids = select_experts(choice, config.num_experts_per_tok, config.n_group, config.topk_group)
+        weights = score.gather(1, ids)
+        if config.norm_topk_prob:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        if valid is not None:
+            ids = ids.masked_fill(~valid.unsqueeze(1), -1)
+        return ids, weights * config.routed_scaling_factor
+
+    def count(self, ids: Tensor) -> None:
+        """Add a micro-batch's choices to the counts; -1 counts for nobody."""
+        ids = ids.flatten()
+        self.counts.scatter_add_(0, ids.clamp(min=0), (ids >= 0).long())
+
+
+@torch.no_grad()
+def update_router_biases(routers: Iterable[Router], rate: float) -> list[Tensor]:
+    """After an optimizer step: bias += rate * sign(mean count - count), then start counting anew.
+
+    Returns:
+        the int64 counts [E] of each router, summed over all ranks that routed different tokens.
+    """
+    totals = []
+    for router in routers:
+        counts = sum_over(router.counts.clone(), router.stage)
+        # In whole numbers: sum - E * count has the sign of mean - count and is exact.
+        router.e_score_correction_bias += rate * torch.sign(counts.sum() - counts.numel() * counts)
+        router.counts.zero_()
+        totals.append(counts)
+    return totals

@@ -1,0 +1,48 @@
+"""Selection of keys by the lightning indexer: scores and exact top-k."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SCORE_ELEMENTS = 1 << 25  # fp32 elements of the per-head score block of the torch reference: 128 MiB
+
+
+@torch.library.custom_op("megatron_glm::index_topk", mutates_args=())
+def index_topk(iq: Tensor, ik: Tensor, w: Tensor, start: Tensor, end: Tensor, k: int, backend: str) -> Tensor:
+    """The k best keys of each query row, `I[t,u] = sum_h w[t,h] * relu(iq[t,h] . ik[u])`.
+
+    An operator of its own, so that recomputation can keep its result instead of selecting again.
+
+    Args:
+        iq: [t, Hi, Di] index queries; ik: [T, Di] index keys of the pack.
+        w: [t, Hi] fp32 head weights with every positive scale folded in.
+        start, end: [t] int32, the range of pack positions that a row may attend to; start == end is legal.
+        k: number of slots a row.
+    Returns:
+        [t, k] int32 pack positions, ascending; -1 in the unused slots at the tail. Exact: among equal scores the
+        lowest position wins; a row with at most k keys selects all of them.
+    """
+    return BACKENDS[backend](iq, ik, w, start, end, k)
+
+
+def index_topk_torch(iq: Tensor, ik: Tensor, w: Tensor, start: Tensor, end: Tensor, k: int) -> Tensor:
+    rows, total = iq.shape[0], ik.shape[0]
+    output = torch.full((rows, k), -1, dtype=torch.int32, device=iq.device)
+    block = max(1, SCORE_ELEMENTS // (iq.shape[1] * total))
+    position = torch.arange(total, device=iq.device, dtype=torch.int32)
+    keys = ik.float().T
+    for begin in range(0, rows, block):
+        part = slice(begin, begin + block)
+        per_head = torch.relu(iq[part].float() @ keys)  # [rows, Hi, T]
+        scores = (w[part].unsqueeze(1) @ per_head).squeeze(1)
+        visible = (position >= start[part].unsqueeze(1)) & (position < end[part].unsqueeze(1))
+        scores = scores.masked_fill(~visible, float("-inf"))
+        # A stable sort, because torch.topk breaks ties in no particular order.
+        best = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
+        best = best.masked_fill(~visible.gather(1, best), total).sort(dim=1).values
+        output[part, : best.shape[1]] = best.masked_fill(best == total, -1).int()
+    return output
+
+
+BACKENDS = {"torch": index_topk_torch}

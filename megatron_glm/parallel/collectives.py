@@ -1,0 +1,108 @@
+"""Collectives over one process group, with their backward.
+
+| function             | forward                                 | backward                       |
+|----------------------|-----------------------------------------|--------------------------------|
+| gather_rows          | all-gather along dim 0                  | reduce-scatter (sum)           |
+| scatter_sum_rows     | reduce-scatter (sum) along dim 0        | all-gather                     |
+| gather_pack          | all-gather, then rows into pack order   | inverse order, reduce-scatter  |
+| gather_values        | all-gather along dim 0, not differentiable                               |
+| sum_over             | all-reduce (sum) in place, not differentiable                            |
+
+All ranks of a group hold the same number of rows. A group of one rank moves nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+class PackOrder(NamedTuple):
+    """A permutation of gathered rows, both ways: int64 [rows] each."""
+
+    gathered: Tensor  # row of the all-gather that stands at each pack position
+    pack: Tensor  # pack position of each row of the all-gather
+
+
+def gather_rows(x: Tensor, group: ProcessGroup) -> Tensor:
+    """[n, ...] on every rank -> [size * n, ...], the ranks' rows in rank order."""
+    return x if group.size() == 1 else _GatherRows.apply(x, group)
+
+
+def scatter_sum_rows(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Partial sums [size * n, ...] on every rank -> this rank's rows [n, ...] of their sum."""
+    return x if group.size() == 1 else _ScatterSumRows.apply(x, group)
+
+
+def gather_pack(x: Tensor, group: ProcessGroup, order: PackOrder | None) -> Tensor:
+    """[n, ...] on every rank -> [size * n, ...] in pack order.
+
+    Args:
+        order: where each row of the pack stands in the plain all-gather; None = the ranks' order is the pack's.
+    """
+    return gather_rows(x, group) if order is None else _GatherPack.apply(x, group, order)
+
+
+def gather_values(x: Tensor, group: ProcessGroup) -> Tensor:
+    """All-gather along dim 0 outside autograd (integers, selections)."""
+    return x if group.size() == 1 else _all_gather(x, group)
+
+
+def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum of a tensor over a group, in place, outside autograd."""
+    if group.size() > 1:
+        dist.all_reduce(x, group=group)
+    return x
+
+
+def _all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
+    output = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
+    dist.all_gather_into_tensor(output, x.contiguous(), group=group)
+    return output
+
+
+def _reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
+    if x.shape[0] % group.size():
+        raise ValueError(f"reduce-scatter of {x.shape[0]} rows over {group.size()} ranks: not divisible")
+    output = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
+    dist.reduce_scatter_tensor(output, x.contiguous(), group=group)
+    return output
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _reduce_scatter(grad, ctx.group), None
+
+
+class _ScatterSumRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _all_gather(grad, ctx.group), None
+
+
+class _GatherPack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: ProcessGroup, order: PackOrder) -> Tensor:
+        ctx.group, ctx.order = group, order
+        return gather_values(x, group).index_select(0, order.gathered)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        # A permutation is undone by its inverse: no scatter-add, so the gradient is the same in every run.
+        grad = grad.index_select(0, ctx.order.pack)
+        return grad if ctx.group.size() == 1 else _reduce_scatter(grad, ctx.group), None, None

@@ -1,0 +1,93 @@
+"""Data parallelism: torch FSDP2 over our process groups.
+
+Dense parameters are sharded over dp x cp, routed experts over the expert-data group. The shards are fp32 and
+are the masters. Gradients are summed, never averaged, because each loss is already divided by its global count.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from megatron_glm.config import ParallelConfig
+from megatron_glm.parallel.groups import ParallelGroups
+from megatron_glm.parallel.shard import Rectangle, ShardInfo
+
+
+def shard_chunk(chunk: nn.Module, groups: ParallelGroups, parallel: ParallelConfig, bf16: bool) -> None:
+    """Shard a chunk of layers in place.
+
+    Args:
+        chunk: has `layers` (a ModuleDict); a layer whose `mlp` has `experts` shards these over `groups.edp`.
+        bf16: compute in bf16; parameters, gradients and reductions stay fp32 either way.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dense_mesh = DeviceMesh.from_group(groups.dp_cp, device)
+    expert_mesh = DeviceMesh.from_group(groups.edp, device)
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32)
+    for layer in chunk.layers.values():
+        if hasattr(layer.mlp, "experts"):
+            fully_shard(
+                layer.mlp.experts,
+                mesh=expert_mesh,
+                mp_policy=precision,
+                reshard_after_forward=parallel.reshard_experts_after_forward,
+            )
+        fully_shard(layer, mesh=dense_mesh, mp_policy=precision, reshard_after_forward=parallel.reshard_after_forward)
+    fully_shard(chunk, mesh=dense_mesh, mp_policy=precision, reshard_after_forward=parallel.reshard_after_forward)
+    for module in chunk.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+
+
+def set_gradient_sync(chunk: nn.Module, last: bool) -> None:
+    """Reduce gradients over the data ranks in the next backward of this chunk, or keep accumulating."""
+    chunk.set_requires_gradient_sync(last)
+    chunk.set_is_last_backward(last)
+
+
+def reduce_partial_gradients(chunks: list[nn.Module]) -> None:
+    """Sum the gradients of replicated parameters over their `sum_groups`, after the last backward of a step."""
+    by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if parameter.grad is None:
+                continue
+            for group in chunk.shards[name].sum_groups:
+                if group.size() > 1:
+                    by_group.setdefault(group, []).append(local(parameter.grad))
+    for group, gradients in by_group.items():
+        flat = _flatten_dense_tensors(gradients)
+        dist.all_reduce(flat, group=group)
+        for gradient, summed in zip(gradients, _unflatten_dense_tensors(flat, gradients), strict=True):
+            gradient.copy_(summed)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that FSDP may have sharded; shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def rectangle(name: str, tensor: Tensor, info: ShardInfo) -> Rectangle:
+    """This rank's rectangle of a parameter, buffer or optimizer moment, clipped to the global shape.
+
+    FSDP cuts dim 0 of what tensor and expert parallelism have left; rows of vocabulary padding fall away.
+    """
+    offsets = list(info.offsets)
+    if isinstance(tensor, DTensor):
+        _, inner = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        offsets = [outer + offset for outer, offset in zip(offsets, inner, strict=True)]
+    data = local(tensor).detach()
+    if data.dim():
+        rows = max(0, min(data.shape[0], info.global_shape[0] - offsets[0]))
+        data = data[:rows]
+        offsets[0] = min(offsets[0], info.global_shape[0])
+    owner = all(group.rank() == 0 for group in info.replica_groups)
+    return Rectangle(name, info.global_shape, tuple(offsets), data, owner)
