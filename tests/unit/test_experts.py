@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from megatron_glm.ops import experts
 from megatron_glm.ops.experts import grouped_mlp
-from megatron_glm.ops.permute import RowMap, permute, unpermute
+from megatron_glm.parallel.dispatch.permute import RowMap, permute, unpermute
 from megatron_glm.parallel.dispatch.local import LocalDispatcher
 
 E, K, D, HIDDEN = 6, 3, 8, 5

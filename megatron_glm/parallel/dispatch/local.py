@@ -7,44 +7,50 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_glm.ops.permute import RowMap, permute, unpermute
-
-
-@dataclass(frozen=True)
-class LocalHandle:
-    """What `combine` needs: the map from slots to rows and the weights [t, K] fp32."""
-
-    rows: RowMap
-    weights: Tensor
+from megatron_glm.parallel.dispatch.permute import RowMap, permute, unpermute
 
 
 class Dispatcher:
-    """Moves tokens to the ranks of their experts and the weighted sum of the experts' outputs back.
+    """Moves tokens to the ranks of their experts, and the weighted sum of the experts' outputs back.
 
     Rank i of the expert group owns experts [i * n_local, (i + 1) * n_local).
     """
 
-    def __init__(self, n_local: int) -> None:
-        self.n_local = n_local
-
     def dispatch(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """x [t, D], expert_ids [t, K] int64 (global; -1 = no expert), weights [t, K] fp32 -> (rows, counts, handle).
+        """x [t, D], expert_ids [t, K] int64 (global; -1 = none), weights [t, K] fp32 -> (rows, counts, handle).
 
-        rows [n, D]: one for each token of each local expert, grouped by expert ascending, then by source rank and
-        token; counts [n_local] int64 on x's device. n may exceed counts.sum(): tail rows, never read back.
+        rows [n, D]: a copy of its token for each slot whose expert is local, grouped by expert ascending, then by
+        source rank and token; counts [n_local] int64 on x's device. Rows past counts.sum() are tail, never read back.
         """
         raise NotImplementedError
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
-        """Expert outputs [n, D] in the order of `dispatch` -> [t, D], y_t = sum_k weight * expert_k(x_t)."""
+        """Expert outputs [n, D] in the order of `dispatch` -> [t, D], y_t = sum_k weights_tk * expert_tk(x_t).
+
+        A rank's share of the sum runs in slot order in fp32 and is rounded once; shares are added in fp32 as well.
+        """
         raise NotImplementedError
 
 
-class LocalDispatcher(Dispatcher):
-    """All experts are here: a permutation that never waits for the device (n = t * K, so -1 ids leave a tail)."""
+@dataclass(frozen=True)
+class LocalHandle:
+    rows: RowMap
+    weights: Tensor  # [t, K] fp32
 
-    def dispatch(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, LocalHandle]:
+
+class LocalDispatcher(Dispatcher):
+    """All experts are here. It never waits for the device: n = t * K, so that -1 ids leave a tail."""
+
+    def __init__(self, n_local: int) -> None:
+        self.n_local = n_local
+
+    def dispatch(
+        self, x: Tensor, expert_ids: Tensor, weights: Tensor, n: int | None = None
+    ) -> tuple[Tensor, Tensor, LocalHandle]:
+        """n: the number of ids that are not -1, from a caller that knows it; there is no tail then."""
         rows = RowMap.build(expert_ids, self.n_local)
+        if n is not None:
+            rows = rows.head(n)
         return permute(x, rows), rows.counts, LocalHandle(rows, weights)
 
     def combine(self, rows: Tensor, handle: LocalHandle) -> Tensor:

@@ -1,0 +1,34 @@
+"""Every rank sees every token of the expert group: all-gather there, reduce-scatter back."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_glm.parallel.collectives import gather_rows, gather_values, scatter_sum_rows
+from megatron_glm.parallel.dispatch.hop import count, within
+from megatron_glm.parallel.dispatch.local import Dispatcher, LocalDispatcher, LocalHandle
+
+
+class AllGatherDispatcher(Dispatcher):
+    """No routing of rows at all: right for small groups, where most tokens go to most ranks."""
+
+    def __init__(self, n_local: int, ep: ProcessGroup) -> None:
+        self.n_local, self.ep, self.local = n_local, ep, LocalDispatcher(n_local)
+
+    def dispatch(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, tuple[int, LocalHandle]]:
+        rank, t = self.ep.rank(), x.shape[0]
+        slots = count(expert_ids // self.n_local, self.ep.size())
+        table = gather_values(torch.cat([slots.new_tensor([t]), slots])[None], self.ep).cpu()
+        padding = int(table[:, 0].max()) - t  # all ranks give the same number of tokens to the collectives
+        x, weights = (gather_rows(F.pad(part, (0, 0, 0, padding)), self.ep) for part in (x, weights))
+        expert_ids = gather_values(F.pad(expert_ids, (0, 0, 0, padding), value=-1), self.ep)
+        expert_ids = within(expert_ids, rank * self.n_local, self.n_local)
+        rows, counts, handle = self.local.dispatch(x, expert_ids, weights, n=int(table[:, 1 + rank].sum()))
+        return rows, counts, (t, handle)
+
+    def combine(self, rows: Tensor, handle: tuple[int, LocalHandle]) -> Tensor:
+        t, local = handle
+        return scatter_sum_rows(self.local.combine(rows, local), self.ep)[:t]

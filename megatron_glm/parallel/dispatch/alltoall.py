@@ -1,0 +1,41 @@
+"""One uneven all-to-all over the expert group."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_glm.parallel.collectives import gather_values
+from megatron_glm.parallel.dispatch.hop import Hop, count, once, spread, sum_back, within
+from megatron_glm.parallel.dispatch.local import Dispatcher, LocalDispatcher, LocalHandle
+from megatron_glm.parallel.dispatch.permute import RowMap
+
+
+class AllToAllDispatcher(Dispatcher):
+    """A token goes once to each rank that owns some of its experts; that rank's weighted sum comes back."""
+
+    def __init__(self, n_local: int, ep: ProcessGroup) -> None:
+        self.n_local, self.ep, self.local = n_local, ep, LocalDispatcher(n_local)
+        self.bytes_sent: Counter[str] = Counter()  # bytes that left this rank, both directions and both passes
+
+    def dispatch(
+        self, x: Tensor, expert_ids: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor, tuple[Hop, LocalHandle]]:
+        rank, size = self.ep.rank(), self.ep.size()
+        owner = expert_ids // self.n_local
+        rows = RowMap.build(once(owner), size)
+        # Sent tokens and sent slots of every pair of ranks: the only wait for the device.
+        tokens, slots = gather_values(torch.stack([rows.counts, count(owner, size)])[None], self.ep).cpu().unbind(1)
+        send, receive = tokens[rank].tolist(), tokens[:, rank].tolist()
+        hop = Hop(self.ep, rows.head(sum(send)), send, receive, "ep", self.bytes_sent)
+        x, weights, expert_ids = spread(x, weights, expert_ids, hop)
+        expert_ids = within(expert_ids, rank * self.n_local, self.n_local)
+        rows, counts, handle = self.local.dispatch(x, expert_ids, weights, n=int(slots[:, rank].sum()))
+        return rows, counts, (hop, handle)
+
+    def combine(self, rows: Tensor, handle: tuple[Hop, LocalHandle]) -> Tensor:
+        hop, local = handle
+        return sum_back(self.local.combine(rows, local), hop)

@@ -1,0 +1,66 @@
+"""Two-level all-to-all: between nodes among ranks of equal index, then inside the node."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_glm.parallel.collectives import gather_values
+from megatron_glm.parallel.dispatch.hop import Hop, count, once, spread, sum_back, within
+from megatron_glm.parallel.dispatch.local import Dispatcher, LocalDispatcher, LocalHandle
+from megatron_glm.parallel.dispatch.permute import RowMap
+
+
+class HybridDispatcher(Dispatcher):
+    """A token crosses to each other node once, to the rank of equal index there, which spreads it inside the node.
+
+    On the way back the node's shares are summed first, so that one row a token and node crosses again. Rank r of the
+    expert group is rank r % node.size() of node r // node.size().
+    """
+
+    def __init__(self, n_local: int, ep: ProcessGroup, inter: ProcessGroup, node: ProcessGroup) -> None:
+        self.n_local, self.ep, self.inter, self.node = n_local, ep, inter, node
+        self.local = LocalDispatcher(n_local)
+        self.bytes_sent: Counter[str] = Counter()  # by level; left this rank, both directions and both passes
+
+    def dispatch(
+        self, x: Tensor, expert_ids: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor, tuple[Hop, Hop, LocalHandle]]:
+        n_node = self.n_local * self.node.size()
+        across = RowMap.build(once(expert_ids // n_node), self.inter.size())
+        (send, receive), (send_inside, receive_inside), n = self._splits(expert_ids // self.n_local, across.counts)
+
+        outer = Hop(self.inter, across.head(sum(send)), send, receive, "inter", self.bytes_sent)
+        x, weights, expert_ids = spread(x, weights, expert_ids, outer)
+        expert_ids = within(expert_ids, self.inter.rank() * n_node, n_node)
+
+        inside = RowMap.build(once(expert_ids // self.n_local), self.node.size()).head(sum(send_inside))
+        inner = Hop(self.node, inside, send_inside, receive_inside, "node", self.bytes_sent)
+        x, weights, expert_ids = spread(x, weights, expert_ids, inner)
+        expert_ids = within(expert_ids, self.node.rank() * self.n_local, self.n_local)
+
+        rows, counts, handle = self.local.dispatch(x, expert_ids, weights, n)
+        return rows, counts, (outer, inner, handle)
+
+    def _splits(self, owner: Tensor, crossing: Tensor) -> tuple[tuple, tuple, int]:
+        """(send, receive) of both levels and the number of rows here, with one wait for the device.
+
+        owner [t, K]: the rank of each slot; crossing [nodes]: the tokens that go to each node.
+        """
+        nodes, size, ranks = self.inter.size(), self.node.size(), self.ep.size()
+        mine = torch.cat([crossing, count(once(owner), ranks), count(owner, ranks)])
+        table = gather_values(mine[None], self.ep).cpu().unflatten(0, (nodes, size))  # [source node, source index, ..]
+        crossing, tokens, slots = table.split([nodes, ranks, ranks], dim=-1)
+        tokens, slots = tokens.unflatten(-1, (nodes, size)), slots.unflatten(-1, (nodes, size))
+        here, index = self.inter.rank(), self.node.rank()
+        across = crossing[here, index].tolist(), crossing[:, index, here].tolist()
+        # A relay forwards what ranks of its own index sent from every node.
+        inside = tokens[:, index, here].sum(0).tolist(), tokens[:, :, here, index].sum(0).tolist()
+        return across, inside, int(slots[:, :, here, index].sum())
+
+    def combine(self, rows: Tensor, handle: tuple[Hop, Hop, LocalHandle]) -> Tensor:
+        outer, inner, local = handle
+        return sum_back(sum_back(self.local.combine(rows, local), inner), outer)
