@@ -1,0 +1,233 @@
+"""Which layers each virtual stage holds. Stage = chunk * pp + rank: chunk 0 of every rank comes first.
+
+Layout strings (Megatron's): E embedding, t decoder layer, m MTP layer, L norm + head + loss, `|` between stages,
+`*n` repeats the letter or the (group) before it, `,` separates for the eye. Example, 32 stages: `Et*3|(tt|)*29,m|L`.
+Layers come in model order: E first, then t, then m, then L last. `m` may be left out: the last stage then holds it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron_glm.config import ModelConfig, ParallelConfig
+from megatron_glm.parallel.pipeline.schedule import Step, build_schedule, check_schedule, end_times
+
+AUTO_MAX_CHUNKS = 10
+AUTO_BUDGET = 4_000_000  # simulated actions in all: one or two seconds
+
+N_FLAG, LAYOUT_FLAG = "--num-layers-per-virtual-pipeline-stage", "--pipeline-model-parallel-layout"
+PP_FLAG = "--pipeline-model-parallel-size"
+
+
+@dataclass(frozen=True)
+class Stage:
+    layers: tuple[int, ...]  # decoder layers, ascending and contiguous; may be empty
+    embedding: bool = False
+    head: bool = False
+    mtp: bool = False
+
+    def needs_topk(self, model: ModelConfig) -> bool:
+        """Whether the selection of an earlier stage must come with the hidden states."""
+        return bool(self.layers) and not model.has_indexer(self.layers[0])
+
+
+@dataclass(frozen=True)
+class PipelineLayout:
+    pp: int
+    stages: tuple[Stage, ...]
+
+    @property
+    def chunks(self) -> int:
+        return len(self.stages) // self.pp
+
+    def of_rank(self, rank: int) -> tuple[Stage, ...]:
+        """The stages of one pipeline rank, chunk by chunk."""
+        return self.stages[rank :: self.pp]
+
+
+def build_layout(parallel: ParallelConfig, model: ModelConfig, seq_length: int, micro_batches: int) -> PipelineLayout:
+    """The stages that the flags ask for. The last two arguments matter to `auto` only, which optimises for them.
+
+    Raises:
+        ValueError: the flags, the layers of the model and the pipeline size do not fit each other.
+    """
+    pp, layers = parallel.pipeline_model_parallel_size, model.num_hidden_layers
+    per_stage, text = parallel.num_layers_per_virtual_pipeline_stage, parallel.pipeline_model_parallel_layout
+    if text is not None and text != "auto":
+        return _from_string(text, pp, model)
+    if pp > layers:
+        raise ValueError(f"{PP_FLAG} {pp} exceeds the {layers} layers of the model")
+    chunks = 1
+    if text == "auto":
+        group_size = parallel.microbatch_group_size_per_vp_stage
+        return _from_sizes(_auto_sizes(pp, model, seq_length, micro_batches, group_size), pp, model)
+    if per_stage is not None:
+        chunks = layers // (pp * per_stage)
+        if chunks == 0:
+            raise ValueError(f"{N_FLAG} {per_stage} x {PP_FLAG} {pp} exceeds the {layers} layers of the model")
+    return _from_sizes(even_sizes(layers, pp * chunks), pp, model)
+
+
+def even_sizes(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers of each stage; the first ones take one more each if there is a remainder."""
+    return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
+
+
+def _from_sizes(sizes: tuple[int, ...], pp: int, model: ModelConfig) -> PipelineLayout:
+    stages, first, last = [], 0, len(sizes) - 1
+    for i, size in enumerate(sizes):
+        mtp = i == last and model.num_nextn_predict_layers > 0
+        stages.append(Stage(tuple(range(first, first + size)), i == 0, i == last, mtp))
+        first += size
+    return PipelineLayout(pp, tuple(stages))
+
+
+# Layout strings
+
+
+def _from_string(text: str, pp: int, model: ModelConfig) -> PipelineLayout:
+    stages = _expand(text).split("|")
+    flat, mtp = "".join(stages), model.num_nextn_predict_layers
+    if not re.fullmatch("Et*m*L", flat):
+        raise ValueError(f"{LAYOUT_FLAG} {text!r} must hold one E, then every t, then m if any, then one L")
+    if flat.count("t") != model.num_hidden_layers:
+        raise ValueError(
+            f"{LAYOUT_FLAG} {text!r} has {flat.count('t')} layers (t), the model has {model.num_hidden_layers}"
+        )
+    if flat.count("m") not in (0, mtp):
+        raise ValueError(f"{LAYOUT_FLAG} {text!r} has {flat.count('m')} MTP layers (m), the model has {mtp}")
+    if len(stages) % pp:
+        raise ValueError(f"{LAYOUT_FLAG} {text!r} has {len(stages)} stages, which {PP_FLAG} {pp} does not divide")
+    if "" in stages:
+        raise ValueError(f"{LAYOUT_FLAG} {text!r}: stage {stages.index('')} of {len(stages)} is empty")
+    if len({i for i, stage in enumerate(stages) if "m" in stage}) > 1:
+        raise ValueError(f"{LAYOUT_FLAG} {text!r} spreads the {mtp} MTP layers (m) over several stages")
+    built, first = [], 0
+    for stage in stages:
+        layers = tuple(range(first, first + stage.count("t")))
+        holds_mtp = "m" in stage or ("m" not in flat and "L" in stage and mtp > 0)
+        built.append(Stage(layers, "E" in stage, "L" in stage, holds_mtp))
+        first += len(layers)
+    return PipelineLayout(pp, tuple(built))
+
+
+def _expand(text: str) -> str:
+    """A layout string without `*`, brackets and commas."""
+    groups, i = [[]], 0  # open groups, innermost last: lists of expanded items
+    for token in re.findall(r"\*\d+|.", text.replace(" ", "").replace(",", "")):
+        if token == "(":
+            groups.append([])
+        elif token == ")" and len(groups) > 1:
+            inner = "".join(groups.pop())
+            groups[-1].append(inner)
+        elif token[0] == "*" and token[1:] and groups[-1]:
+            groups[-1][-1] *= int(token[1:])
+        elif token in "EtmL|":
+            groups[-1].append(token)
+        else:
+            raise ValueError(f"{LAYOUT_FLAG} {text!r}: unexpected {token!r} at item {i}; known are E t m L | ( ) *n")
+        i += 1
+    if len(groups) > 1:
+        raise ValueError(f"{LAYOUT_FLAG} {text!r}: {len(groups) - 1} brackets are not closed")
+    return "".join(groups[0])
+
+
+# Costs and the split by cost
+
+
+def layer_flops(model: ModelConfig, layer: int, seq_length: int) -> float:
+    """FLOPs of one decoder layer's forward, per token of one document of `seq_length` tokens.
+
+    Keys attended: causal up to index_topk, heads not absorbed; the index score covers all causal keys.
+    """
+    d, heads, q_rank = model.hidden_size, model.num_attention_heads, model.q_lora_rank
+    dense = min(seq_length, model.index_topk)
+    attended = (dense * (dense + 1) / 2 + (seq_length - dense) * dense) / seq_length
+    weights = d * q_rank + q_rank * heads * model.qk_head_dim + d * (model.kv_lora_rank + model.qk_rope_head_dim)
+    weights += heads * (model.qk_nope_head_dim + model.v_head_dim) * model.kv_lora_rank + heads * model.v_head_dim * d
+    core = heads * attended * (model.qk_head_dim + model.v_head_dim)
+    if model.has_indexer(layer):
+        width = model.index_n_heads * model.index_head_dim
+        weights += q_rank * width + d * (model.index_head_dim + model.index_n_heads)
+        core += (seq_length + 1) / 2 * width
+    if model.is_moe(layer):
+        experts = model.num_experts_per_tok + model.n_shared_experts
+        weights += 3 * d * model.moe_intermediate_size * experts + d * model.n_routed_experts
+    else:
+        weights += 3 * d * model.intermediate_size
+    return 2 * (weights + core)
+
+
+def stage_costs(layout: PipelineLayout, model: ModelConfig, seq_length: int) -> list[tuple[float, float]]:
+    """(forward, backward) FLOPs per token of each stage. Backward = 3 forwards, as all is recomputed; head: 2.
+
+    The embedding and the MTP layer, which is not trained, cost nothing.
+    """
+    layers = [layer_flops(model, layer, seq_length) for layer in range(model.num_hidden_layers)]
+    return _costs(tuple(len(stage.layers) for stage in layout.stages), layers, _head_flops(model))
+
+
+def _head_flops(model: ModelConfig) -> float:
+    return 2.0 * model.vocab_size * model.hidden_size
+
+
+def _costs(sizes: tuple[int, ...], layers: list[float], head: float) -> list[tuple[float, float]]:
+    costs, first = [], 0
+    for size in sizes:
+        forward = sum(layers[first : first + size])
+        costs.append((forward, 3 * forward))
+        first += size
+    costs[-1] = (costs[-1][0] + head, costs[-1][1] + 2 * head)
+    return costs
+
+
+@lru_cache
+def _auto_sizes(
+    pp: int, model: ModelConfig, seq_length: int, micro_batches: int, group_size: int | None
+) -> tuple[int, ...]:
+    """Stage sizes of least simulated time, over 1 to AUTO_MAX_CHUNKS chunks a rank, by local search.
+
+    Each search starts twice: from the even split, and with the head alone on the last stage; a move takes one layer
+    from a stage and gives it to another. More micro-batches than two rounds are not simulated: the idle time at both
+    ends does not depend on them.
+    """
+    layers = [layer_flops(model, layer, seq_length) for layer in range(model.num_hidden_layers)]
+    head = _head_flops(model)
+    micro_batches = min(micro_batches, 2 * pp)
+    options = range(1, 1 + (min(AUTO_MAX_CHUNKS, len(layers) // pp) if pp > 1 else 1))
+    found = []
+    for chunks in options:
+        stages = pp * chunks
+        steps = check_schedule(build_schedule(pp, chunks, micro_batches, group_size))
+        starts = {even_sizes(len(layers), stages), even_sizes(len(layers), max(1, stages - 1)) + (0,) * (stages > 1)}
+        for start in sorted(starts):
+            found.append(_descend(start, steps, layers, head, AUTO_BUDGET // (2 * len(options))))
+    return min(found)[1]
+
+
+def _descend(
+    sizes: tuple[int, ...], steps: list[Step], layers: list[float], head: float, budget: int
+) -> tuple[float, tuple[int, ...]]:
+    """First-improvement descent from `sizes` until no move helps or `budget` actions are simulated."""
+
+    def makespan(candidate: tuple[int, ...]) -> float:
+        return max(end_times(steps, [c for pair in _costs(candidate, layers, head) for c in pair]))
+
+    time = makespan(sizes)
+    moves = [(i, j) for i in range(len(sizes)) for j in range(len(sizes)) if i != j]
+    position = since = 0
+    while since < len(moves) and budget > 0:
+        source, target = moves[position]
+        position, since = (position + 1) % len(moves), since + 1
+        # Only the last stage, which has the head, may be left without layers.
+        if sizes[source] > (source < len(sizes) - 1):
+            candidate = list(sizes)
+            candidate[source] -= 1
+            candidate[target] += 1
+            new = makespan(tuple(candidate))
+            budget -= len(steps)
+            if new < time:
+                sizes, time, since = tuple(candidate), new, 0
+    return time, sizes

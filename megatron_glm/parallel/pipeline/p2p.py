@@ -1,0 +1,125 @@
+"""Messages between neighbouring pipeline stages. No tags, which NCCL ignores: messages match by order.
+
+A channel is one direction between one rank and its neighbour ("F": activations to the next rank, "B": gradients to the
+previous one; the ring closes). The receiver posts its receives in the order in which the sender's schedule sends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_glm.parallel.groups import Edges, ParallelGroups
+from megatron_glm.parallel.pipeline.schedule import Action, Schedule
+
+
+class Pending(Protocol):
+    """An operation on its way. The buffer belongs to it until it is completed."""
+
+    def wait(self) -> object: ...
+
+    def is_completed(self) -> bool: ...
+
+
+class Transport(Protocol):
+    """Both start an operation and return at once. `kind` is the direction, "F" or "B"."""
+
+    def send(self, kind: str, tensor: Tensor) -> Pending: ...
+
+    def receive(self, kind: str, buffer: Tensor) -> Pending: ...
+
+
+class GroupTransport:
+    """Transport over the two-rank groups of `ParallelGroups`."""
+
+    def __init__(self, groups: ParallelGroups) -> None:
+        self._edges: dict[str, Edges] = {"F": groups.pp_forward, "B": groups.pp_backward}
+
+    def send(self, kind: str, tensor: Tensor) -> Pending:
+        group = self._edges[kind].outbound
+        return group.send([tensor], 1 - group.rank(), 0)
+
+    def receive(self, kind: str, buffer: Tensor) -> Pending:
+        group = self._edges[kind].inbound
+        return group.recv([buffer], 1 - group.rank(), 0)
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What crosses the boundary between two stages: shapes that never change, so none is ever sent."""
+
+    tokens: int  # t, of this rank's sequence shard
+    hidden_size: int  # D
+    dtype: torch.dtype  # of hidden states and their gradients
+    device: torch.device
+    topk: int  # K
+    topk_stages: tuple[bool, ...]  # per stage: whether its input comes with the selection [t, K] int32
+
+    def shapes(self, action: Action, stage: int) -> list[tuple[tuple[int, int], torch.dtype]]:
+        """The message for `action` of `stage`: hidden [t, D], and top-k [t, K] where a forward needs it."""
+        shapes = [((self.tokens, self.hidden_size), self.dtype)]
+        if action.kind == "F" and self.topk_stages[stage]:
+            shapes.append(((self.tokens, self.topk), torch.int32))
+        return shapes
+
+
+class Mailbox:
+    """The messages of one rank during one run of a schedule."""
+
+    def __init__(self, schedule: Schedule, rank: int, transport: Transport, boundary: Boundary) -> None:
+        self._schedule, self._rank, self._transport, self._boundary = schedule, rank, transport, boundary
+        self._arrivals = {kind: schedule.arrivals(rank, kind) for kind in "FB"}
+        self._received: dict[Action, tuple[list[Tensor], list[Pending]]] = {}
+        self._sent: list[tuple[Pending, Tensor]] = []
+
+    def post(self, action: Action) -> None:
+        """Start to receive what `action` needs, and before it all that its neighbour sends earlier."""
+        cause = self._schedule.cause(self._rank, action)
+        if cause is None or cause[0] == self._rank or action in self._received:
+            return
+        for arrival in self._arrivals[action.kind]:
+            shapes = self._shapes(self._rank, arrival)
+            buffers = [torch.empty(shape, dtype=dtype, device=self._boundary.device) for shape, dtype in shapes]
+            pending = [self._transport.receive(arrival.kind, buffer) for buffer in buffers]
+            self._received[arrival] = buffers, pending
+            if arrival == action:
+                return
+
+    def take(self, action: Action) -> list[Tensor]:
+        """The tensors that `action` needs, once they are here; none where the pipeline begins or turns round."""
+        self.post(action)
+        tensors, pending = self._received.pop(action, ([], []))
+        for work in pending:
+            work.wait()
+        return tensors
+
+    def put(self, action: Action, tensors: list[Tensor]) -> None:
+        """Send what `action` made to the rank that needs it; does not wait.
+
+        Raises:
+            ValueError: the tensors are not what the receiver expects, which would hang or corrupt it.
+        """
+        self._sent = [(work, tensor) for work, tensor in self._sent if not work.is_completed()]
+        rank, effect = self._schedule.effect(self._rank, action)
+        made, expected = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors], self._shapes(rank, effect)
+        if made != expected:
+            raise ValueError(f"{action} of pipeline rank {self._rank} made {made}, the next stage expects {expected}")
+        if rank == self._rank:  # a pipeline of one rank
+            self._received[effect] = tensors, []
+            return
+        for tensor in tensors:
+            tensor = tensor.contiguous()
+            # The pair keeps the memory alive until it has left.
+            self._sent.append((self._transport.send(action.kind, tensor), tensor))
+
+    def close(self) -> None:
+        """Wait until every message has left."""
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
+
+    def _shapes(self, rank: int, action: Action) -> list[tuple[tuple[int, int], torch.dtype]]:
+        return self._boundary.shapes(action, action.chunk * self._schedule.pp + rank)
