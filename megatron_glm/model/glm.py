@@ -33,6 +33,7 @@ class GLMChunk(nn.Module):
     Args:
         layer_ids: decoder layers of this chunk, ascending.
         embedding, head: whether the chunk starts with the embedding, ends with final norm, head and loss.
+        mtp: whether it holds the MTP layers of the model, if there are any.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class GLMChunk(nn.Module):
         *,
         embedding: bool = True,
         head: bool = True,
+        mtp: bool = True,
     ) -> None:
         super().__init__()
         self.config, self.groups, self.kernels = config, groups, kernels
@@ -53,10 +55,10 @@ class GLMChunk(nn.Module):
         self.embed_tokens = (
             VocabParallelEmbedding(config.vocab_size, config.hidden_size, groups.tp) if embedding else None
         )
-        build = (config, groups, parallel, kernels)
-        layers = {str(i): DecoderLayer(build[0], i, *build[1:]) for i in self.layer_ids}
-        if head:
-            layers |= {str(i): MTPLayer(build[0], i, *build[1:]) for i in config.mtp_layer_ids}
+        build = (groups, parallel, kernels)
+        layers: dict[str, nn.Module] = {str(i): DecoderLayer(config, i, *build) for i in self.layer_ids}
+        if mtp:
+            layers |= {str(i): MTPLayer(config, i, *build) for i in config.mtp_layer_ids}
         self.layers = nn.ModuleDict(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, groups.tp) if head else None
         self.lm_head = VocabParallelHead(config.vocab_size, config.hidden_size, groups.tp) if head else None

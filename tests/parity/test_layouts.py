@@ -1,0 +1,98 @@
+"""The parity grid: every layout trains as one process does, by loss, every gradient, parameters after three steps."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from megatron_glm.config import ParallelConfig
+from tests import distributed
+from tests.parity.layouts import GAP, Result, parity_model, run_config, train, train_layouts
+from tests.reference import gradient_errors, single_groups
+
+LAYERS = {"short": (4, 8), "deep": (12, 4)}  # decoder layers, packs of a step
+
+
+def layout(tp=1, cp=1, ep=1, pp=1, vp=1, kind="short", **changes) -> tuple[str, ParallelConfig]:
+    layers = LAYERS[kind][0]
+    return kind, ParallelConfig(
+        tensor_model_parallel_size=tp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        pipeline_model_parallel_size=pp,
+        num_layers_per_virtual_pipeline_stage=layers // (pp * vp) if pp > 1 else None,
+        sequence_parallel=tp > 1,
+        **changes,
+    )
+
+
+GRID = {
+    2: {
+        "dp2": layout(),
+        "dp2 gradients reduced every time": layout(grad_sync="every"),
+        "tp2": layout(tp=2),
+        "cp2": layout(cp=2),
+        "ep2": layout(ep=2),
+        "ep2 allgather": layout(ep=2, moe_token_dispatcher_type="allgather"),
+        "tp2 full recompute": layout(tp=2, recompute_granularity="full"),
+        "ep2 selective recompute": layout(ep=2, recompute_granularity="selective"),
+        "cp2 kept weights": layout(cp=2, reshard_after_forward=False, reshard_experts_after_forward=False),
+    },
+    4: {
+        "tp4": layout(tp=4),
+        "cp4": layout(cp=4),
+        "ep4": layout(ep=4),
+        "tp2 cp2": layout(tp=2, cp=2),
+        "tp2 ep2": layout(tp=2, ep=2),
+        "tp2 ep4": layout(tp=2, ep=4),
+        "cp2 ep2": layout(cp=2, ep=2),
+        "cp2 ep4 full recompute": layout(cp=2, ep=4, recompute_granularity="full"),
+        "ep4 hybrid 2x2": layout(ep=4, moe_token_dispatcher_type="hybrid", expert_node_size=2),
+    },
+    8: {
+        "tp2 cp2 ep8": layout(tp=2, cp=2, ep=8),
+        "tp2 cp2 ep4 selective recompute": layout(tp=2, cp=2, ep=4, recompute_granularity="selective"),
+        "tp4 cp2 ep2": layout(tp=4, cp=2, ep=2),
+        "tp2 cp4 ep8": layout(tp=2, cp=4, ep=8),
+        "ep8 hybrid 2x4": layout(ep=8, moe_token_dispatcher_type="hybrid", expert_node_size=4),
+        "tp2 ep8 hybrid 4x2": layout(tp=2, ep=8, moe_token_dispatcher_type="hybrid", expert_node_size=2),
+    },
+}
+
+
+@cache
+def reference(kind: str) -> tuple[int, Result]:
+    """One process, with the first seed whose selections are clear by GAP in all three steps."""
+    single_groups()
+    layers, packs = LAYERS[kind]
+    for seed in range(20):
+        result = train(run_config(parity_model(layers), ParallelConfig(), packs, seed))
+        if result.gap >= GAP:
+            return seed, result
+    raise AssertionError(f"no seed of 20 gives selections that are clear by {GAP}")
+
+
+def compare(result: Result, expected: Result) -> None:
+    assert result.losses == pytest.approx(expected.losses, abs=1e-5)
+    assert result.norms == pytest.approx(expected.norms, rel=1e-5)
+    errors = gradient_errors(result.gradients, expected.gradients)
+    assert max(errors.values()) <= 1e-4, sorted(errors.items(), key=lambda item: -item[1])[:5]
+    assert result.parameters.keys() == expected.parameters.keys()
+    for name, tensor in expected.parameters.items():
+        assert torch.allclose(result.parameters[name], tensor, rtol=0, atol=1e-5), name
+
+
+@cache
+def outcome(world_size: int) -> dict[str, Result]:
+    cases = []
+    for name, (kind, parallel) in GRID[world_size].items():
+        layers, packs = LAYERS[kind]
+        cases.append((name, run_config(parity_model(layers), parallel, packs, reference(kind)[0])))
+    return distributed.run(world_size, train_layouts, cases, timeout=600)[0]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "name"), [(world_size, name) for world_size, cases in GRID.items() for name in cases]
+)
+def test_layout_trains_as_one_process(world_size, name):
+    compare(outcome(world_size)[name], reference(GRID[world_size][name][0])[1])
