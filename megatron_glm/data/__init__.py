@@ -1,0 +1,1 @@
+"""From rows of text to packed batches: tokenizer, chat template, rows, packing, loader."""

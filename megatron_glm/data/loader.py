@@ -1,0 +1,261 @@
+"""The training data of a run: files to tokenised documents, documents to the packs of a step."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .packing import PackedBatch, best_fit, build_batch, cut
+from .records import RowReader, TextRow, TokenRow, find_files, parse_row, read_rows
+
+ROWS_PER_CHUNK = 128  # rows of text that are tokenised together
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Tokenised documents in flat arrays: 5 bytes a token, whatever the number of documents."""
+
+    tokens: np.ndarray  # [N] int32
+    targets: np.ndarray  # [N] bool: is this token to be predicted
+    offsets: np.ndarray  # [n + 1] int64: document i is [offsets[i], offsets[i + 1])
+    skipped: int = 0  # rows that --skip-bad-rows left out
+    first_skipped: str = ""  # where the first of them is, and what is wrong with it
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        span = slice(self.offsets[i], self.offsets[i + 1])
+        return self.tokens[span], self.targets[span]
+
+
+class _Collector:
+    """Grows the arrays of Documents, and meets bad rows as --skip-bad-rows says."""
+
+    def __init__(self, vocab_size: int, skip_bad_rows: bool):
+        self.vocab_size, self.skip_bad_rows = vocab_size, skip_bad_rows
+        self.tokens, self.targets, self.offsets = array("i"), bytearray(), array("q", [0])
+        self.skipped, self.first_skipped = 0, ""
+
+    def bad(self, place: str, error: ValueError) -> None:
+        if not self.skip_bad_rows:
+            raise ValueError(f"{place}: {error}") from error
+        self.skipped += 1
+        self.first_skipped = self.first_skipped or f"{place}: {error}"
+
+    def add(self, place: str, row: TokenRow) -> None:
+        wrong = row.ids[(row.ids < 0) | (row.ids >= self.vocab_size)]
+        if len(wrong):
+            error = ValueError(f"token id {wrong[0]} is outside the model's vocabulary of {self.vocab_size}")
+            return self.bad(place, error)
+        self.tokens.frombytes(row.ids.astype(np.int32).tobytes())
+        self.targets += row.targets.tobytes()
+        self.offsets.append(len(self.tokens))
+
+    def documents(self) -> Documents:
+        tokens, targets = np.frombuffer(self.tokens, np.int32), np.frombuffer(self.targets, bool)
+        return Documents(tokens, targets, np.frombuffer(self.offsets, np.int64), self.skipped, self.first_skipped)
+
+
+def load_documents(
+    data_path: Iterable[str], tokenizer_path: str | Path | None, vocab_size: int, skip_bad_rows: bool = False
+) -> Documents:
+    """Reads and tokenises all rows of files, folders and globs, kinds mixed at will, keeping no text.
+
+    `tokenizer_path` is a tokenizer file, or a folder with one; the chat template lies beside it. Neither is read
+    before a row needs it. A malformed row, or one with ids outside [0, vocab_size), raises ValueError with its file
+    and line, or is counted in Documents.skipped.
+    """
+    data_path = list(data_path)
+    reader, collector = RowReader(tokenizer_path), _Collector(vocab_size, skip_bad_rows)
+    pending: list[tuple[str, TextRow | TokenRow]] = []
+    for file in find_files(data_path):
+        for place, raw in read_rows(file):
+            try:
+                row, kind = parse_row(raw)
+            except ValueError as error:
+                collector.bad(place, error)
+                continue
+            try:
+                reader.prepare(kind)
+            except ValueError as error:
+                raise ValueError(f"{place}: {error}") from error
+            try:
+                pending.append((place, reader.convert(row, kind)))
+            except ValueError as error:
+                collector.bad(place, error)
+            if len(pending) == ROWS_PER_CHUNK:
+                _tokenise(pending, reader, collector)
+                pending = []
+    _tokenise(pending, reader, collector)
+    if len(collector.offsets) == 1:
+        bad = f"; {collector.skipped} bad rows, the first is {collector.first_skipped}" if collector.skipped else ""
+        raise ValueError(f"{' '.join(map(str, data_path))} has no usable row{bad}")
+    return collector.documents()
+
+
+def _tokenise(rows: list[tuple[str, TextRow | TokenRow]], reader: RowReader, collector: _Collector) -> None:
+    """Adds the rows in their order, those of text tokenised in one call."""
+    texts = [row.text for _, row in rows if isinstance(row, TextRow)]
+    encodings = iter(reader.tokenizer.encode_batch(texts) if texts else ())
+    for place, row in rows:
+        if isinstance(row, TextRow):
+            ids, ends = next(encodings)
+            targets = np.zeros(len(ids), bool)
+            for start, end in row.targets:
+                # by the end alone: tokenizers may report the start behind the white space that a token begins with
+                targets |= (ends > start) & (ends <= end)
+            if row.end_of_text:
+                ids, targets = np.append(ids, reader.end_of_text), np.append(targets, True)
+            row = TokenRow(ids, targets)
+        collector.add(place, row)
+
+
+class PackedDataset:
+    """An endless sequence of packs: pack i is a function of (documents, seq_length, packing, overlong, seed, i).
+
+    Each epoch deals the documents anew. With best-fit they are dealt by falling length, ties shuffled, and the packs
+    are shuffled, so an epoch's lengths fall into the same packs every time: all epochs have the same number of packs,
+    and only the documents and the order change. Documents, or pieces of them, without a token to predict are dropped.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        seq_length: int,
+        packing: str = "best-fit",
+        overlong: str = "truncate",
+        seed: int = 0,
+    ):
+        if seq_length < 2:
+            raise ValueError(f"--seq-length is {seq_length}, but to predict a token takes at least 2")
+        if packing not in ("best-fit", "none"):
+            raise ValueError(f"--packing is {packing!r}, expected 'best-fit' or 'none'")
+        if overlong not in ("truncate", "split"):
+            raise ValueError(f"--overlong is {overlong!r}, expected 'truncate' or 'split'")
+        self.documents, self.seq_length, self.seed = documents, seq_length, seed
+        lengths = np.diff(documents.offsets)
+        self.overlong = int((lengths > seq_length).sum())
+        pieces = np.array(
+            [
+                (offset + start, offset + end)
+                for offset, length in zip(documents.offsets.tolist(), lengths.tolist(), strict=False)
+                for start, end in cut(length, seq_length, overlong)
+            ],
+            np.int64,
+        )
+        # a piece's first token is not predicted: nothing comes before it
+        losses = np.array([np.count_nonzero(documents.targets[a + 1 : b]) for a, b in pieces.tolist()], np.int64)
+        self.dropped = int((losses == 0).sum())
+        self._pieces, self._losses = pieces[losses > 0], losses[losses > 0]
+        if not len(self._pieces):
+            raise ValueError(
+                f"none of the {len(documents)} documents has a loss token within --seq-length {seq_length}"
+            )
+        self._lengths = self._pieces[:, 1] - self._pieces[:, 0]
+        descending = -np.sort(-self._lengths)
+        pack_of = best_fit(descending.tolist(), seq_length) if packing == "best-fit" else np.arange(len(descending))
+        self._slots = np.argsort(pack_of, kind="stable")  # places in the falling order of lengths, pack after pack
+        self._starts = np.concatenate(([0], np.cumsum(np.bincount(pack_of))))  # pack p: _slots[starts[p]:starts[p + 1]]
+        self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    @property
+    def packs_per_epoch(self) -> int:
+        return len(self._starts) - 1
+
+    def summary(self) -> str:
+        """What became of the documents, in one line."""
+        filled = self._lengths.sum() / (self.packs_per_epoch * self.seq_length)
+        return (
+            f"{len(self.documents)} documents ({self.overlong} overlong, {self.dropped} without loss dropped,"
+            f" {self.documents.skipped} bad rows skipped) in {self.packs_per_epoch} packs of {self.seq_length}"
+            f" tokens, {filled:.1%} full, {self._losses.sum()} loss tokens"
+        )
+
+    def pack(self, index: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The documents of pack `index` (of epoch index // packs_per_epoch): (ids [n] int32, is a target [n] bool)."""
+        pieces = self._pieces[self._piece_numbers(index)].tolist()
+        return [(self.documents.tokens[a:b], self.documents.targets[a:b]) for a, b in pieces]
+
+    def loss_tokens(self, indices: Iterable[int]) -> int:
+        """Loss tokens of these packs together, counted without building them."""
+        return int(sum(self._losses[self._piece_numbers(index)].sum() for index in indices))
+
+    def _piece_numbers(self, index: int) -> np.ndarray:
+        epoch, place = divmod(index, self.packs_per_epoch)
+        if epoch not in self._epochs:
+            # a step may straddle two epochs, and evaluation returns to the first
+            self._epochs = dict([*self._epochs.items()][-2:]) | {epoch: self._deal(epoch)}
+        dealt, order = self._epochs[epoch]
+        pack = order[place]
+        return dealt[self._starts[pack] : self._starts[pack + 1]]
+
+    def _deal(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """(numbers of the pieces, pack after pack [n]; the order of the packs [packs_per_epoch]) of an epoch."""
+        random = np.random.Generator(np.random.PCG64([self.seed, epoch]))
+        shuffled = random.permutation(len(self._lengths))
+        descending = shuffled[np.argsort(-self._lengths[shuffled], kind="stable")]
+        return descending[self._slots], random.permutation(self.packs_per_epoch)
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """Cuts the packs of a step into the micro-batches of one data-parallel rank.
+
+    The global batch is packs [consumed_samples, consumed_samples + global_batch_size) of the dataset, whatever the
+    layout: nothing else is needed to resume.
+    """
+
+    dataset: PackedDataset
+
+    def batch(
+        self,
+        consumed_samples: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+    ) -> list[PackedBatch]:
+        """The micro-batches of a rank, each of micro_batch_size packs, T = micro_batch_size * seq_length."""
+        indices = range(consumed_samples, consumed_samples + global_batch_size)
+        return self._build(indices, micro_batch_size, dp_rank, dp_size)
+
+    def loss_tokens(self, consumed_samples: int, global_batch_size: int) -> int:
+        """Loss tokens of the whole global batch, all ranks together."""
+        return self.dataset.loss_tokens(range(consumed_samples, consumed_samples + global_batch_size))
+
+    def evaluation(
+        self,
+        global_batch_size: int,
+        micro_batch_size: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        max_batches: int | None = None,
+    ) -> Iterator[list[PackedBatch]]:
+        """One pass over the first epoch, at most `max_batches` of it; empty packs fill up the last global batch."""
+        packs = self.dataset.packs_per_epoch
+        starts = range(0, packs, global_batch_size)[:max_batches]
+        for start in starts:
+            indices = [i if i < packs else None for i in range(start, start + global_batch_size)]
+            yield self._build(indices, micro_batch_size, dp_rank, dp_size)
+
+    def _build(
+        self, indices: Sequence[int | None], micro_batch_size: int, dp_rank: int, dp_size: int
+    ) -> list[PackedBatch]:
+        """Micro-batch m of rank r holds packs (m * dp_size + r) * micro_batch_size onwards of the global batch."""
+        stride = micro_batch_size * dp_size
+        if len(indices) % stride:
+            raise ValueError(
+                f"--global-batch-size ({len(indices)}) must be a multiple of"
+                f" --micro-batch-size x data-parallel size ({micro_batch_size} x {dp_size})"
+            )
+        batches = []
+        for start in range(dp_rank * micro_batch_size, len(indices), stride):
+            chosen = [i for i in indices[start : start + micro_batch_size] if i is not None]
+            documents = [document for i in chosen for document in self.dataset.pack(i)]
+            batches.append(build_batch(documents, micro_batch_size * self.dataset.seq_length))
+        return batches

@@ -1,0 +1,92 @@
+"""Documents into packs of one length, and packs into the tensors of a micro-batch, where labels are shifted."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+IGNORE = -100
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """One micro-batch of T tokens: whole documents one after the other, then padding."""
+
+    tokens: torch.Tensor  # [T] int64; 0 on padding, which only `padding` tells from a document's tokens
+    labels: torch.Tensor  # [T] int64: the next token of the same document; -100 at a document's end and on padding
+    loss_mask: torch.Tensor  # [T] bool: which labels count; False wherever the label is -100
+    position_ids: torch.Tensor  # [T] int64: from 0 in each document; 0 on padding
+    doc_lengths: tuple[int, ...]
+    padding: int  # tokens of the tail; sum(doc_lengths) + padding == T
+
+    @property
+    def loss_tokens(self) -> int:
+        """How many labels count."""
+        return int(self.loss_mask.sum())
+
+
+def build_batch(documents: Sequence[tuple[np.ndarray, np.ndarray]], total: int) -> PackedBatch:
+    """The documents, each (token ids [n], is token j to be predicted [n] bool), as one batch of `total` tokens.
+
+    This is the only place that shifts: position j gets token j + 1 and its flag, if both are of the same document.
+    """
+    lengths = tuple(len(ids) for ids, _ in documents)
+    padding = total - sum(lengths)
+    if padding < 0:
+        raise ValueError(f"documents of {sum(lengths)} tokens do not fit into a batch of {total}")
+    tokens, position_ids = np.zeros(total, np.int64), np.zeros(total, np.int64)
+    labels, loss_mask = np.full(total, IGNORE, np.int64), np.zeros(total, bool)
+    start = 0
+    for (ids, targets), length in zip(documents, lengths, strict=True):
+        end = start + length
+        tokens[start:end] = ids
+        labels[start : end - 1] = ids[1:]
+        loss_mask[start : end - 1] = targets[1:]
+        position_ids[start:end] = np.arange(length)
+        start = end
+    arrays = (torch.from_numpy(array) for array in (tokens, labels, loss_mask, position_ids))
+    return PackedBatch(*arrays, doc_lengths=lengths, padding=padding)
+
+
+def best_fit(lengths: Sequence[int], capacity: int) -> np.ndarray:
+    """Best-fit: each length in turn goes to the pack with the least room that still takes it, else to a new pack.
+
+    Lengths are at most `capacity`; in descending order this is best-fit decreasing, at most 11/9 of the optimum.
+    Returns the pack of each length [n] int64, packs numbered as they were opened.
+    """
+    rooms: list[int] = []  # sorted and distinct: the room left in open packs
+    packs_by_room: dict[int, list[int]] = {}
+    pack_of = np.empty(len(lengths), np.int64)
+    opened = 0
+    for slot, length in enumerate(lengths):
+        at = bisect_left(rooms, length)
+        if at == len(rooms):
+            pack, room = opened, capacity
+            opened += 1
+        else:
+            room = rooms[at]
+            pack = packs_by_room[room].pop()
+            if not packs_by_room[room]:
+                del rooms[at], packs_by_room[room]
+        pack_of[slot] = pack
+        room -= length
+        if room:
+            if room not in packs_by_room:
+                insort(rooms, room)
+            packs_by_room.setdefault(room, []).append(pack)
+    return pack_of
+
+
+def cut(length: int, seq_length: int, overlong: str) -> list[tuple[int, int]]:
+    """Ranges [start, end) of a document of `length` tokens, each at most `seq_length` long.
+
+    "truncate" keeps the beginning. "split" makes pieces that overlap by one token: a token can only be predicted
+    from one before it in the same piece, so the last token of a piece, predicted there, also begins the next piece.
+    """
+    if length <= seq_length or overlong == "truncate":
+        return [(0, min(length, seq_length))]
+    return [(start, min(start + seq_length, length)) for start in range(0, length - 1, seq_length - 1)]

@@ -1,0 +1,95 @@
+"""Text to token ids with character positions, from a `tokenizer.json` or a sentencepiece `.model`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+
+END_OF_TEXT = "<|endoftext|>"
+
+# texts -> (ids [n] int64, ends [n] int64) of each; ends[j] is the character position behind token j
+EncodeBatch = Callable[[list[str]], list[tuple[np.ndarray, np.ndarray]]]
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer that adds nothing of its own: no prefix, no end token, no padding, no truncation."""
+
+    path: Path
+    encode_batch: EncodeBatch
+    token_id: Callable[[str], int | None]  # None unless the text is one token of the vocabulary
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """Loads a `tokenizer.json`, a `.model` file, or the one that a folder holds (tokenizer.json first)."""
+        path = Path(path)
+        if path.is_dir():
+            found = [path / "tokenizer.json", *sorted(path.glob("*.model"))]
+            found = [file for file in found if file.is_file()]
+            if not found:
+                raise ValueError(f"--tokenizer-model: the folder {path} holds neither tokenizer.json nor a .model file")
+            path = found[0]
+        if path.suffix not in (".json", ".model"):
+            raise ValueError(f"--tokenizer-model: {path} is neither a .json nor a .model file")
+        if not path.is_file():
+            raise ValueError(f"--tokenizer-model: {path} does not exist")
+        return _from_json(path) if path.suffix == ".json" else _from_sentencepiece(path)
+
+    def require(self, token: str) -> int:
+        """The id of a special token; raises ValueError if the vocabulary lacks it."""
+        found = self.token_id(token)
+        if found is None:
+            raise ValueError(f"the tokenizer {self.path} has no token {token!r}")
+        return found
+
+
+def _from_json(path: Path) -> Tokenizer:
+    try:
+        model = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"--tokenizer-model: cannot read {path}: {error}") from error
+    model.no_padding()
+    model.no_truncation()
+
+    def encode_batch(texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        encodings = model.encode_batch(texts, add_special_tokens=False)
+        return [(np.array(e.ids, np.int64), np.array([end for _, end in e.offsets], np.int64)) for e in encodings]
+
+    return Tokenizer(path, encode_batch, model.token_to_id)
+
+
+def _from_sentencepiece(path: Path) -> Tokenizer:
+    try:
+        import sentencepiece
+    except ImportError as error:
+        raise ValueError(f"--tokenizer-model: {path} needs sentencepiece: pip install 'megatron-glm[data]'") from error
+    try:
+        model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except (RuntimeError, OSError) as error:
+        raise ValueError(f"--tokenizer-model: cannot read {path}: {error}") from error
+
+    def encode_batch(texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        encodings = model.encode(texts, return_type="offset_mapping")
+        return [(np.array(e["ids"], np.int64), _ends_of_pieces(e["offsets"])) for e in encodings]
+
+    def token_id(token: str) -> int | None:
+        found = model.piece_to_id(token)
+        if found != model.unk_id():
+            return found
+        # the end token of a sentencepiece vocabulary has a name of its own, as a rule </s>
+        return model.eos_id() if token == END_OF_TEXT and model.eos_id() >= 0 else None
+
+    return Tokenizer(path, encode_batch, token_id)
+
+
+def _ends_of_pieces(offsets: list[tuple[int, int]]) -> np.ndarray:
+    """Ends of pieces. All but the last byte of a character come with an empty range: give them the character's end."""
+    ends = [end for _, end in offsets]
+    for j in reversed(range(len(ends) - 1)):
+        if offsets[j][0] == offsets[j][1]:
+            ends[j] = ends[j + 1]
+    return np.array(ends, np.int64)
