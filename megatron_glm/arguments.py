@@ -124,19 +124,23 @@ def resolve(flags: argparse.Namespace) -> RunConfig:
         name: section(**{f.name: given[f.name] for f in dataclasses.fields(section) if f.name in given})
         for name, section in SECTIONS.items()
     }
-    source = given.get("hf_config") or _checkpoint_files(sections["checkpoint"].load)
-    overrides = {f.name: given[f.name] for f in dataclasses.fields(ModelConfig) if f.name in given}
-    model = ModelConfig.from_hf(source, **overrides)
-    return RunConfig(model=model, hf_folder=str(source) if Path(source).is_dir() else None, **sections)
-
-
-def _checkpoint_files(load: str | None) -> Path:
-    if load is None:
+    load, source = sections["checkpoint"].load, given.get("hf_config")
+    checkpoint = None if load is None else _latest_checkpoint(load)
+    if source is None and checkpoint is None:
         raise ValueError("give --hf-config DIR or PRESET, or --load a checkpoint: the model has no shape yet")
+    overrides = {f.name: given[f.name] for f in dataclasses.fields(ModelConfig) if f.name in given}
+    model = ModelConfig.from_hf(source or checkpoint, **overrides)
+    candidates = [Path(source)] if source else []
+    candidates += [checkpoint / "hf"] if checkpoint else []
+    hf_folder = next((str(folder) for folder in candidates if folder.is_dir()), None)
+    return RunConfig(model=model, hf_folder=hf_folder, **sections)
+
+
+def _latest_checkpoint(load: str) -> Path:
     tracker = Path(load) / "latest_checkpointed_iteration.txt"
     if not tracker.is_file():
         raise ValueError(f"--load {load}: the folder holds no checkpoint ({tracker.name} is missing)")
-    return Path(load) / f"iter_{int(tracker.read_text()):07d}" / "hf"
+    return Path(load) / f"iter_{int(tracker.read_text()):07d}"
 
 
 def _add_flag(group: Any, flag: str, field: dataclasses.Field, hint: Any) -> None:

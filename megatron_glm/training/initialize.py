@@ -1,4 +1,4 @@
-"""From a checked configuration to process groups: the only place that touches the environment of the process."""
+"""From a checked configuration to process groups and the model that is trained on them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_glm.config import RunConfig
+from megatron_glm.model.glm import GLMChunk
+from megatron_glm.model.init import initialize_weights
+from megatron_glm.parallel.fsdp import local, shard_chunk
 from megatron_glm.parallel.groups import ParallelGroups
+from megatron_glm.parallel.pipeline.layout import build_layout
 from megatron_glm.training.logging import describe, log
 
 
@@ -33,6 +37,41 @@ def initialize(config: RunConfig) -> ParallelGroups:
     torch.manual_seed(config.train.seed)
     log(describe(config))
     return ParallelGroups.create(config.parallel)
+
+
+def build_chunks(config: RunConfig, groups: ParallelGroups) -> list[GLMChunk]:
+    """This rank's chunks, sharded over the data ranks, with the weights of (seed, name).
+
+    They are cut before they take memory. Where a checkpoint is to be loaded all is zero, vocabulary padding included.
+    """
+    parallel, train = config.parallel, config.train
+    if groups.pp.size() > 1:
+        raise ValueError(
+            f"--pipeline-model-parallel-size is {groups.pp.size()}; training runs one stage (1) only so far"
+        )
+    micro_batches = train.global_batch_size // (train.micro_batch_size * groups.dp.size())
+    layout = build_layout(parallel, config.model, config.data.seq_length, micro_batches)
+    chunks = []
+    for stage in layout.of_rank(groups.pp.rank()):
+        with torch.device("meta"):
+            chunk = GLMChunk(
+                config.model,
+                stage.layers,
+                groups,
+                parallel,
+                config.kernels,
+                embedding=stage.embedding,
+                head=stage.head,
+            )
+        shard_chunk(chunk, groups, parallel, train.bf16)
+        chunk.to_empty(device=current_device())
+        if config.checkpoint.load is None:
+            initialize_weights(chunk, train.seed)
+        else:
+            for tensor in (*chunk.parameters(), *chunk.buffers()):
+                local(tensor).detach().zero_()
+        chunks.append(chunk)
+    return chunks
 
 
 def current_device() -> torch.device:

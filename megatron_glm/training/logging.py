@@ -6,7 +6,6 @@ import dataclasses
 import json
 import resource
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -44,43 +43,36 @@ def peak_memory_bytes() -> int:
 
 
 class IterationLog:
-    """Times the iterations and reports them: a line every `interval` iterations, a JSON object for each."""
+    """Reports iterations: a line every `interval` of them, one JSON object for each."""
 
     def __init__(self, path: str | None, interval: int, train_iters: int) -> None:
         self.interval, self.train_iters = interval, train_iters
         self.file = None
         if path is not None and dist.get_rank() == 0:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(path, "a")  # noqa: SIM115  a resumed run continues its file
-        self.start = time.perf_counter()
-        self.window: list[dict[str, Any]] = []
+            self.file = open(path, "a")  # a resumed run continues its file
+        self.window: list[dict[str, float]] = []
 
-    def report(self, record: dict[str, Any], consumed_samples: int, tokens: int, flops: int) -> None:
-        """Close an iteration.
+    def report(self, record: dict[str, Any], consumed_samples: int, seconds: float, tokens: int, flops: int) -> None:
+        """Report one iteration.
 
         Args:
-            record: what the step found out (iteration, lm_loss, grad_norm, learning_rate, loss_tokens, …).
+            record: iteration, lm_loss, grad_norm, learning_rate, loss_tokens and what else there is.
+            seconds: what the iteration took, without validation and saving.
             tokens, flops: of the whole step over all ranks, padding excluded.
         """
-        now = time.perf_counter()
-        seconds, self.start = now - self.start, now
         ranks = dist.get_world_size()
         rates = {
             "tokens_per_second_per_gpu": tokens / seconds / ranks,
             "tflops_per_gpu": flops / seconds / ranks / 1e12,
-            "peak_memory_bytes": peak_memory_bytes(),
         }
         if self.file is not None:
-            self.file.write(json.dumps(record | rates) + "\n")
+            self.file.write(json.dumps(record | rates | {"peak_memory_bytes": peak_memory_bytes()}) + "\n")
             self.file.flush()
         self.window.append(rates | {"seconds": seconds})
         if record["iteration"] % self.interval == 0 or record["iteration"] == self.train_iters:
             self._print(record, consumed_samples)
             self.window.clear()
-
-    def restart_clock(self) -> None:
-        """Leave what happened since the last report (validation, saving) out of the next iteration's time."""
-        self.start = time.perf_counter()
 
     def _print(self, record: dict[str, Any], consumed_samples: int) -> None:
         mean = {key: sum(rates[key] for rates in self.window) / len(self.window) for key in self.window[0]}

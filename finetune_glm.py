@@ -1,0 +1,49 @@
+"""Fine-tune a GLM-5 model on chats, prompts and completions, or ready token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megatron_glm.arguments import parse
+from megatron_glm.config import RunConfig
+from megatron_glm.data.loader import MicroBatches, PackedDataset, load_documents
+from megatron_glm.training.checkpointing import load_checkpoint
+from megatron_glm.training.evaluate import evaluate
+from megatron_glm.training.initialize import build_chunks, initialize, one_line_errors
+from megatron_glm.training.logging import log
+from megatron_glm.training.loop import batch_shape, train
+from megatron_glm.training.optimizer import build_optimizer
+
+
+def packed(paths: Iterable[str], config: RunConfig) -> MicroBatches:
+    """The rows of these files as packs."""
+    data = config.data
+    tokenizer = data.tokenizer_model or config.hf_folder
+    documents = load_documents(paths, tokenizer, config.model.vocab_size, data.skip_bad_rows)
+    dataset = PackedDataset(documents, data.seq_length, data.packing, data.overlong, config.train.seed)
+    log(f"{' '.join(paths)}: {dataset.summary()}")
+    return MicroBatches(dataset)
+
+
+def main() -> None:
+    config = parse(description=__doc__)
+    groups = initialize(config)
+    data = packed(config.data.data_path, config)
+    chunks = build_chunks(config, groups)
+
+    if config.train.eval_only:
+        load_checkpoint(config, chunks, None, groups)
+        steps = data.evaluation(*batch_shape(config, groups))
+        loss, tokens = evaluate(chunks, steps, groups, config)
+        log(f"eval | lm loss: {loss:.6f} | tokens: {tokens}")
+        return
+
+    validation = packed(config.data.valid_data_path, config) if config.data.valid_data_path else None
+    optimizer = build_optimizer(chunks, config.optimizer)
+    progress = load_checkpoint(config, chunks, optimizer, groups)
+    train(config, chunks, optimizer, data, validation, groups, progress)
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()

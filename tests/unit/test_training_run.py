@@ -1,0 +1,199 @@
+"""finetune_glm.py from flags to checkpoint: resume, validation, evaluation, log file, refusals."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import finetune_glm
+from megatron_glm.checkpoint import sharded
+from megatron_glm.config import ModelConfig
+from megatron_glm.training.initialize import one_line_errors
+
+SHAPE = {
+    "num-layers": 3,
+    "hidden-size": 32,
+    "vocab-size": 64,
+    "ffn-hidden-size": 48,
+    "moe-ffn-hidden-size": 16,
+    "num-attention-heads": 2,
+    "q-lora-rank": 16,
+    "kv-lora-rank": 16,
+    "qk-head-dim": 8,
+    "qk-pos-emb-head-dim": 8,
+    "v-head-dim": 8,
+    "dsa-indexer-head-dim": 16,
+    "dsa-indexer-topk": 4,
+}
+ROWS, SEQ = 11, 24
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch) -> Path:
+    """A folder with train.jsonl and valid.jsonl, which is the working directory."""
+    monkeypatch.chdir(tmp_path)
+    random = np.random.default_rng(0)
+    for name in ("train", "valid"):
+        rows = [{"input_ids": random.integers(0, 64, n).tolist()} for n in random.integers(5, SEQ, ROWS).tolist()]
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+@pytest.fixture
+def run(work, monkeypatch):
+    """run(flag=value, …): what finetune_glm.py does with these flags on top of the tiny ones."""
+
+    def run(preset: str | None = "glm5.2-tiny", **given) -> None:
+        flags = {"hf-config": preset, "data-path": "train.jsonl", "seq-length": SEQ, "global-batch-size": 2}
+        flags |= {"packing": "none", "lr": 0.01, "weight-decay": 0.1, "moe-router-bias-update-rate": 0.01}
+        flags |= (SHAPE if preset else {}) | {name.replace("_", "-"): value for name, value in given.items()}
+        words = [(f"--{name}", *(() if value is True else (str(value),))) for name, value in flags.items() if value]
+        monkeypatch.setattr(sys, "argv", ["finetune_glm.py", *(word for pair in words for word in pair)])
+        finetune_glm.main()
+
+    return run
+
+
+def tensors(folder: str, iteration: int) -> dict[str, torch.Tensor]:
+    """Everything that a checkpoint holds."""
+    reader = sharded.Reader(sharded.iteration_folder(Path(folder), iteration))
+    return {name: reader.tensor(name, (0,) * len(s), s, dtype) for name, (s, dtype) in reader.shapes.items()}
+
+
+def records(file: str) -> list[dict]:
+    """The JSON log without what a clock or the memory says."""
+    measured = ("tokens_per_second_per_gpu", "tflops_per_gpu", "peak_memory_bytes")
+    lines = [json.loads(line) for line in Path(file).read_text().splitlines()]
+    assert all(line[key] > 0 for line in lines for key in measured)
+    return [{key: value for key, value in line.items() if key not in measured} for line in lines]
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(run):
+    """Weights, moments, router bias, log and validation, across the end of an epoch (11 packs, 2 a step)."""
+    common = {"train_iters": 8, "lr_warmup_iters": 3, "valid_data_path": "valid.jsonl", "eval_interval": 2}
+    run(**common, save="whole", save_interval=4, log_file="whole.jsonl")
+    shutil.copytree("whole/iter_0000004", "broken/iter_0000004")
+    Path("broken/latest_checkpointed_iteration.txt").write_text("4")
+    kept = Path("whole.jsonl").read_text().splitlines(keepends=True)[:4]
+    Path("broken.jsonl").write_text("".join(kept))
+    run(preset=None, **common, load="broken", save="broken", log_file="broken.jsonl")
+
+    whole, resumed = tensors("whole", 8), tensors("broken", 8)
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert records("whole.jsonl") == records("broken.jsonl")
+    assert sharded.read_state(Path("whole"), 8) == sharded.read_state(Path("broken"), 8)
+    log = records("whole.jsonl")
+    assert [r["iteration"] for r in log] == list(range(1, 9))
+    assert [r["iteration"] for r in log if "valid_lm_loss" in r] == [2, 4, 6, 8]
+    assert set(log[0]) == {"iteration", "lm_loss", "grad_norm", "learning_rate", "loss_tokens"}
+    assert log[7]["lm_loss"] < log[0]["lm_loss"]
+
+
+def test_validation_changes_nothing(run):
+    run(train_iters=3, save="a", log_file="a.jsonl")
+    run(train_iters=3, save="b", log_file="b.jsonl", valid_data_path="valid.jsonl", eval_interval=1, eval_iters=2)
+    a, b = tensors("a", 3), tensors("b", 3)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    validated = records("b.jsonl")
+    assert len({r.pop("valid_lm_loss") for r in validated}) == 3
+    assert validated == records("a.jsonl")
+
+
+def test_the_checkpoint_holds_no_state_of_frozen_parameters(run):
+    run(train_iters=1, save="out")
+    names = set(tensors("out", 1))
+    weights = {name for name in names if not name.startswith("optimizer.")}
+    frozen = {name for name in weights if ".indexer." in name or name.startswith("layers.3.") or "correction" in name}
+    assert frozen and names - weights == {
+        f"optimizer.{moment}.{name}" for name in weights - frozen for moment in ("exp_avg", "exp_avg_sq")
+    }
+
+
+def test_eval_only_prints_one_line_and_trains_nothing(run, capsys):
+    run(train_iters=2, save="out", valid_data_path="valid.jsonl", log_file="log.jsonl")
+    capsys.readouterr()
+    for size in (2, 8):  # the last global batch is filled with empty packs
+        run(preset=None, load="out", eval_only=True, data_path="valid.jsonl", global_batch_size=size)
+        tokens = sum(len(json.loads(line)["input_ids"]) - 1 for line in Path("valid.jsonl").read_text().splitlines())
+        loss = records("log.jsonl")[-1]["valid_lm_loss"]
+        assert f"\neval | lm loss: {loss:.6f} | tokens: {tokens}\n" in capsys.readouterr().out
+    assert sorted(path.name for path in Path("out").iterdir()) == ["iter_0000002", "latest_checkpointed_iteration.txt"]
+
+
+def test_the_log_line_is_megatrons(run, capsys):
+    run(train_iters=2, log_interval=2)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" iteration")]
+    assert len(lines) == 1
+    parts = [part.split(":")[0].strip() for part in lines[0].split("|")[:-1]]
+    assert parts[0] == "iteration        2/       2" and parts[1] == "consumed samples"
+    assert parts[2:] == [
+        "elapsed time per iteration (ms)",
+        "tokens/s/GPU",
+        "TFLOP/s/GPU",
+        "learning rate",
+        "lm loss",
+        "grad norm",
+    ]
+
+
+def test_a_converted_checkpoint_is_iteration_zero(run, work):
+    """Weights alone, in bf16, as conversion leaves them; its files go along with every later save."""
+    run(train_iters=1, save="first")
+    weights = {name: t for name, t in tensors("first", 1).items() if not name.startswith("optimizer.")}
+    stored = {n: t if n.endswith("_bias") else t.bfloat16() for n, t in weights.items()}
+    rectangles = [sharded.Rectangle(n, tuple(t.shape), (0,) * t.dim(), t, True) for n, t in stored.items()]
+    shape = ModelConfig.from_hf(work / "first" / "iter_0000001")
+    Path("files").mkdir()
+    Path("files/config.json").write_text(json.dumps(shape.to_hf()))
+    Path("files/chat_template.jinja").write_text("{{ messages }}")
+    sharded.save(Path("converted"), 0, rectangles, {}, shape, Path("files"), None)
+
+    run(preset=None, load="converted", train_iters=1, lr=1e-30, weight_decay=0.0, save="out", log_file="log.jsonl")
+    assert [r["iteration"] for r in records("log.jsonl")] == [1]
+    after = tensors("out", 1)
+    for name, tensor in stored.items():
+        if not name.endswith("_bias"):  # the router's bias has moved
+            assert torch.equal(after[name], tensor.float()), name
+    assert Path("out/iter_0000001/hf/chat_template.jinja").read_text() == "{{ messages }}"
+
+
+def test_finetune_starts_afresh_from_the_weights(run):
+    run(train_iters=2, save="first")
+    run(preset=None, load="first", finetune=True, train_iters=1, seed=7, log_file="log.jsonl", save="second")
+    assert [r["iteration"] for r in records("log.jsonl")] == [1]
+    moments = tensors("second", 1)["optimizer.exp_avg.lm_head.weight"]
+    run(preset=None, load="first", finetune=True, train_iters=1, seed=7, save="third")
+    assert torch.equal(moments, tensors("third", 1)["optimizer.exp_avg.lm_head.weight"])
+
+
+def test_epochs_count_packs(run):
+    run(train_epochs=2, global_batch_size=4, log_file="log.jsonl", lr_warmup_iters=1)
+    assert len(records("log.jsonl")) == 6  # 22 packs, 4 a step
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ({"load": "first", "seed": 2}, ["--seed 1234", "2"]),
+        ({"load": "first", "seq_length": 32}, ["--seq-length 24", "32"]),
+        ({"save": "first"}, ["--save first", "iteration 1"]),
+        ({"load": "first", "hidden_size": 48}, ["32", "48"]),
+        ({"data_path": "nothing.jsonl"}, ["nothing.jsonl"]),
+        ({"pipeline_model_parallel_size": 2}, ["--pipeline-model-parallel-size", "(2)"]),
+    ],
+)
+def test_what_cannot_continue_is_refused_in_one_line(run, capsys, monkeypatch, flags, words):
+    if "first" in flags.values():
+        run(train_iters=1, save="first")
+    capsys.readouterr()
+    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: None)  # other tests go on with it
+    with pytest.raises(SystemExit) as stop, one_line_errors():
+        run(**{"train_iters": 2} | flags)
+    message = capsys.readouterr().err
+    assert stop.value.code == 2 and message.startswith("error: ") and message.count("\n") == 1
+    assert all(word in message for word in words)
