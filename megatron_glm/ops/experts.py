@@ -13,9 +13,10 @@ def grouped_mlp(rows: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor) -> 
     rows [n, D], the first counts[0] of them for expert 0 and so on; counts [e] int64 on the rows' device, zeros legal;
     gate_up [e, 2F, D], gate first; down [e, D, F]; -> [n, D]. Rows past counts.sum() are tail: what comes out of
     them is undefined, and it never reaches another row or a weight gradient.
-    CUDA in bf16 runs grouped GEMMs without waiting for the counts; every other case is the reference loop.
+    CUDA in bf16 runs grouped GEMMs without waiting for the counts; every other case, no rows at all included, is the
+    reference loop.
     """
-    if rows.is_cuda and rows.dtype == torch.bfloat16:
+    if rows.is_cuda and rows.dtype == torch.bfloat16 and rows.shape[0] > 0:
         return _grouped(rows, counts, gate_up, down)
     return _reference(rows, counts, gate_up, down)
 

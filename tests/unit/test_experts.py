@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from megatron_glm.ops import experts
 from megatron_glm.ops.experts import grouped_mlp
-from megatron_glm.parallel.dispatch.permute import RowMap, permute, unpermute
+from megatron_glm.parallel.dispatch import make_dispatcher
 from megatron_glm.parallel.dispatch.local import LocalDispatcher
+from megatron_glm.parallel.dispatch.permute import RowMap, permute, unpermute
 
 E, K, D, HIDDEN = 6, 3, 8, 5
 
@@ -78,10 +81,10 @@ def test_combine_sums_in_fp32_and_rounds_once():
     assert unpermute(source, torch.ones(1, 3), rows).item() == 1.0
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("tail", [0, 4])
-def test_grouped_gemms_equal_the_reference(tail):
-    """The CUDA path's algebra; bf16 as it runs there, with poisoned tail rows that must stay where they are."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+def test_grouped_gemms_equal_the_reference_and_tail_rows_stay_where_they_are(tail, device):
+    """The path of CUDA in bf16; its algebra can be checked on the CPU too."""
     counts = torch.tensor([3, 0, 9, 0, 1], device=device)
     n = int(counts.sum())
     leaves = [torch.randn(s, device=device, dtype=torch.bfloat16) for s in [(n + tail, 16), (5, 48, 16), (5, 16, 24)]]
@@ -94,3 +97,25 @@ def test_grouped_gemms_equal_the_reference(tail):
         results.append([out, inputs[0].grad[:n], inputs[1].grad, inputs[2].grad])
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got.float(), want.float(), rtol=3e-2, atol=3e-2 * want.float().abs().max().item())
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_without_any_row_the_weights_still_get_a_zero_gradient(device):
+    shapes = [(0, 8), (2, 32, 8), (2, 8, 16)]
+    leaves = [torch.ones(s, device=device, dtype=torch.bfloat16, requires_grad=True) for s in shapes]
+    out = grouped_mlp(leaves[0], torch.zeros(2, dtype=torch.int64, device=device), *leaves[1:])
+    for leaf, grad in zip(leaves, torch.autograd.grad(out.sum(), leaves), strict=True):
+        assert torch.equal(grad, torch.zeros_like(leaf))
+
+
+def test_dispatchers_are_refused_by_flag_and_numbers():
+    one, four = (SimpleNamespace(ep=SimpleNamespace(size=lambda n=n: n), ep_node=None) for n in (1, 4))
+    assert isinstance(make_dispatcher("hybrid", E, one), LocalDispatcher)
+    with pytest.raises(ValueError, match="--moe-token-dispatcher-type is 'flex'.*alltoall"):
+        make_dispatcher("flex", E, one)
+    with pytest.raises(ValueError, match="hybridep needs DeepEP.*https://github.com/deepseek-ai/DeepEP"):
+        make_dispatcher("hybridep", E, one)
+    with pytest.raises(ValueError, match="6 experts.*--expert-model-parallel-size 4"):
+        make_dispatcher("alltoall", E, four)
+    with pytest.raises(ValueError, match="--expert-node-size is 2.*None ranks"):
+        make_dispatcher("hybrid", 8, four, 2)

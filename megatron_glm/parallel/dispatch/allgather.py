@@ -18,7 +18,9 @@ class AllGatherDispatcher(Dispatcher):
     def __init__(self, n_local: int, ep: ProcessGroup) -> None:
         self.n_local, self.ep, self.local = n_local, ep, LocalDispatcher(n_local)
 
-    def dispatch(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, tuple[int, LocalHandle]]:
+    def dispatch(
+        self, x: Tensor, expert_ids: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor, tuple[int, LocalHandle]]:
         rank, t = self.ep.rank(), x.shape[0]
         slots = count(expert_ids // self.n_local, self.ep.size())
         table = gather_values(torch.cat([slots.new_tensor([t]), slots])[None], self.ep).cpu()

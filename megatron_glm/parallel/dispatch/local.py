@@ -19,15 +19,16 @@ class Dispatcher:
     def dispatch(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Any]:
         """x [t, D], expert_ids [t, K] int64 (global; -1 = none), weights [t, K] fp32 -> (rows, counts, handle).
 
-        rows [n, D]: a copy of its token for each slot whose expert is local, grouped by expert ascending, then by
-        source rank and token; counts [n_local] int64 on x's device. Rows past counts.sum() are tail, never read back.
+        rows [n, D]: a copy of its token for each slot whose expert is local, grouped by expert ascending, then in
+        order of arrival; counts [n_local] int64 on x's device. Rows past counts.sum() are tail, never read back.
         """
         raise NotImplementedError
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
         """Expert outputs [n, D] in the order of `dispatch` -> [t, D], y_t = sum_k weights_tk * expert_tk(x_t).
 
-        A rank's share of the sum runs in slot order in fp32 and is rounded once; shares are added in fp32 as well.
+        A rank's share of the sum runs in slot order in fp32 and is rounded once to the rows' type, in which shares
+        travel. They are added in fp32 too, but by the reduce-scatter of allgather, which adds in the rows' type.
         """
         raise NotImplementedError
 
