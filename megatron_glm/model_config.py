@@ -22,11 +22,13 @@ SERVED_VALUES = {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
     "attention_bias": False,
+    "attention_dropout": 0.0,
     "mlp_bias": False,
     "tie_word_embeddings": False,
     "rope_interleave": True,
     "indexer_rope_interleave": True,
 }
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,7 @@ def _parse(raw: dict[str, Any], path: Path) -> ModelConfig:
         derived = field.name in ("indexer_types", "mlp_layer_types", "rope_theta")
         if field.default is MISSING and not derived and field.name not in values:
             raise ValueError(f"{path}: missing field {field.name}")
+    _check_scalars(values, path)
     layers = values["num_hidden_layers"]
     values["indexer_types"] = _indexer_types(raw, layers, path)
     values["mlp_layer_types"] = _mlp_types(raw, layers, path)
@@ -224,8 +227,21 @@ def _check_layer_list(types: tuple[str, ...], name: str, served: tuple[str, str]
             raise ValueError(f"{path}: {name}[{layer}] is {value!r}, it must be {served[0]!r} or {served[1]!r}")
 
 
+def _check_scalars(values: dict[str, Any], path: Path) -> None:
+    for field in fields(ModelConfig):
+        value = values.get(field.name, field.default)
+        kind, least = type(value), 0 if field.name == "num_nextn_predict_layers" else 1
+        if field.type == "int" and (kind is not int or value < least):
+            raise ValueError(f"{path}: {field.name} is {value!r}, it must be a whole number of at least {least}")
+        if field.type == "float" and (kind not in (int, float) or value <= 0):
+            raise ValueError(f"{path}: {field.name} is {value!r}, it must be a positive number")
+        if field.type == "bool" and kind is not bool:
+            raise ValueError(f"{path}: {field.name} is {value!r}, it must be true or false")
+
+
 def _override(config: ModelConfig, overrides: dict[str, Any], path: Path) -> ModelConfig:
     changes = dict(overrides)
+    _check_scalars(asdict(config) | changes, path)
     dense = changes.pop("first_k_dense_replace", None)
     layers = changes.get("num_hidden_layers", config.num_hidden_layers)
     if layers > config.num_hidden_layers and not {"indexer_types", "mlp_layer_types"} <= changes.keys():
@@ -240,14 +256,11 @@ def _override(config: ModelConfig, overrides: dict[str, Any], path: Path) -> Mod
 
 
 def _check(config: ModelConfig, path: Path) -> None:
-    for field in fields(ModelConfig):
-        value = getattr(config, field.name)
-        if field.type == "int" and not isinstance(value, bool) and field.name != "num_nextn_predict_layers":
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{path}: {field.name} is {value!r}, it must be a whole number of at least 1")
     _check_layer_list(config.indexer_types, "indexer_types", ("full", "shared"), config.num_hidden_layers, path)
     if config.indexer_types[0] != "full":
         raise ValueError(f"{path}: indexer_types[0] is 'shared', but layer 0 has no earlier layer to share with")
+    if config.dtype not in DTYPES:
+        raise ValueError(f"{path}: dtype is {config.dtype!r}, it must be one of {', '.join(DTYPES)}")
     if config.qk_rope_head_dim % 2:
         raise ValueError(f"{path}: qk_rope_head_dim is {config.qk_rope_head_dim}, rotary pairs need an even number")
     if config.index_head_dim < config.qk_rope_head_dim:
@@ -268,6 +281,6 @@ def _check_routing(config: ModelConfig, path: Path) -> None:
     reachable = experts // groups * config.topk_group
     if config.num_experts_per_tok > reachable:
         raise ValueError(
-            f"{path}: num_experts_per_tok is {config.num_experts_per_tok}, n_routed_experts {experts}, n_group {groups} "
-            f"and topk_group {config.topk_group} leave {reachable} to choose from"
+            f"{path}: num_experts_per_tok is {config.num_experts_per_tok}, n_routed_experts {experts}, "
+            f"n_group {groups} and topk_group {config.topk_group} leave {reachable} to choose from"
         )
