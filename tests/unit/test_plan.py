@@ -1,0 +1,177 @@
+"""The attention plan: which rows a rank holds, which keys each may see, and how the work is shared."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+
+import pytest
+import torch
+
+from megatron_glm.model.plan import AttentionPlan, attended_keys
+from megatron_glm.ops.rope import rope_tables
+from megatron_glm.parallel.context import pack_order, zigzag_ranges, zigzag_rows
+from tests.reference import small_config
+
+CONFIG = small_config()  # index_topk 8
+K, TOTAL = CONFIG.index_topk, 64
+PACKS = {
+    "one document": (TOTAL,),
+    "exactly top-k": (K,) * 8,
+    "one more than top-k": (K + 1, K, K + 1, 30),
+    "one-token documents": (1,) * 12 + (20, 1),
+    "mostly padding": (11, 3),
+    "last rank holds padding only": (30, 2),
+    "padding only": (),
+}
+LAYOUTS = [(1, 1), (1, 2), (2, 1), (4, 1), (8, 1), (2, 4), (4, 2)]  # CP, TP
+
+
+def facts(doc_lengths, total=TOTAL):
+    """(first key, position) of each row that is no padding, one document after another."""
+    return [
+        (begin, position)
+        for i, length in enumerate(doc_lengths)
+        for begin in [sum(doc_lengths[:i])]
+        for position in range(length)
+    ] + [None] * (total - sum(doc_lengths))
+
+
+def plans(doc_lengths, cp, tp=1, **options):
+    for cp_rank in range(cp):
+        for tp_rank in range(tp):
+            ranks = dict(cp_rank=cp_rank, cp_size=cp, tp_rank=tp_rank, tp_size=tp)
+            yield cp_rank, AttentionPlan.build(CONFIG, doc_lengths, TOTAL, **ranks, **options)
+
+
+def dense_key_ranges(plan):
+    """Local row -> the pack positions of its keys, as the dense kernel reads the segments."""
+    seen = {}
+    for i in range(0, len(plan.dense.segments), 4):
+        row_begin, row_end, key_begin, key_end = plan.dense.segments[i : i + 4]
+        for row in range(row_begin, row_end):
+            local = plan.dense.rows[row].item()
+            assert local not in seen
+            seen[local] = plan.dense.keys[key_begin : key_end - (row_end - 1 - row)].tolist()
+    assert len(seen) == plan.dense.rows.numel()
+    return seen
+
+
+@pytest.mark.parametrize("cp, tp", LAYOUTS)
+@pytest.mark.parametrize("pack", PACKS)
+def test_every_row_sees_exactly_its_keys(pack, cp, tp):
+    """Over all ranks each row runs once, dense or sparse, and sees the earlier keys of its own document."""
+    expected, dense, sparse, ranges = facts(PACKS[pack]), [], [], []
+    for cp_rank, plan in plans(PACKS[pack], cp, tp):
+        local = zigzag_rows(TOTAL, cp_rank, cp).tolist()
+        shard = local[plan.shard]
+        if plan.valid is not None:
+            assert plan.valid.tolist() == [expected[row] is not None for row in shard]
+        if plan.sparse is not None:
+            rows = plan.sparse.shard_rows.tolist()
+            ends = zip(plan.sparse.start.tolist(), plan.sparse.end.tolist(), strict=True)
+            ranges += [(shard[row], key_range) for row, key_range in zip(rows, ends, strict=True)]
+            if plan.shard.start == 0:
+                sparse += [local[row] for row in plan.sparse.rows.tolist()]
+                assert plan.sparse.length.tolist() == [K] * plan.sparse.rows.numel()
+        if plan.dense is not None and plan.shard.start == 0:
+            for row, keys in dense_key_ranges(plan).items():
+                begin, position = expected[local[row]]
+                assert keys == list(range(begin, begin + position + 1))
+                dense.append(local[row])
+    used = [row for row, fact in enumerate(expected) if fact is not None]
+    assert sorted(dense) == [row for row in used if expected[row][1] < K]
+    assert sorted(sparse) == [row for row in used if expected[row][1] >= K]
+    assert sorted(ranges) == [(row, (expected[row][0], row + 1)) for row in sorted(sparse)]
+
+
+@pytest.mark.parametrize("pack", PACKS)
+def test_without_dense_rows_every_row_is_sparse(pack):
+    expected = [fact for fact in facts(PACKS[pack]) if fact is not None]
+    ((_, plan),) = plans(PACKS[pack], 1, dense_rows="off")
+    assert plan.dense is None
+    assert plan.sparse.rows.tolist() == list(range(len(expected)))
+    assert plan.sparse.length.tolist() == [min(position + 1, K) for _, position in expected]
+    assert plan.sparse.start.tolist() == [begin for begin, _ in expected]
+
+
+def test_all_ranks_take_the_same_path_through_the_collectives():
+    """Padding fills the last rank, or all: a part is None on every rank or on none."""
+    for lengths, has_dense, has_sparse in (((30, 2), True, True), ((8, 5), True, False), ((), False, True)):
+        found = [(plan.dense is not None, plan.sparse is not None) for _, plan in plans(lengths, 4)]
+        assert found == [(has_dense, has_sparse)] * 4
+    last = [plan for rank, plan in plans((30, 2), 2) if rank == 1][0]
+    assert last.valid is not None and last.local_rows.max() < 48
+
+
+def test_a_selection_is_no_wider_than_the_pack():
+    assert AttentionPlan.build(CONFIG, (6,), 6).slots == 6 and AttentionPlan.build(CONFIG, (60,), 60).slots == K
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_positions_restart_in_each_document(cp):
+    position = torch.tensor([0 if fact is None else fact[1] for fact in facts((20, 1, 30))])
+    for rank, plan in plans((20, 1, 30), cp):
+        rows = zigzag_rows(TOTAL, rank, cp)
+        expected = rope_tables(position[rows], CONFIG.qk_rope_head_dim, CONFIG.rope_theta)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(plan.rope, expected, strict=True))
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_zigzag_holds_every_row_once(size):
+    total = 2 * size * 3
+    ranks = [zigzag_rows(total, rank, size) for rank in range(size)]
+    assert {rows.numel() for rows in ranks} == {total // size}
+    assert torch.cat(ranks).sort().values.tolist() == list(range(total))
+    for rank, rows in enumerate(ranks):
+        assert rows.tolist() == [row for begin, end in zigzag_ranges(total, rank, size) for row in range(begin, end)]
+    order = pack_order(total, size)
+    if size > 1:
+        assert torch.cat(ranks)[order.gathered].tolist() == list(range(total))
+        assert torch.equal(order.pack[order.gathered], torch.arange(total))
+    else:
+        assert order is None
+
+
+@pytest.mark.parametrize("cp", range(2, 9))
+def test_one_long_document_gives_every_rank_the_same_work(cp):
+    """A contiguous split gives the last rank twice the mean of the indexer's work."""
+    total = 2 * cp * 16384
+    work = attended_keys((total - 5,), total, 2048, cp)
+    for kind in zip(*work, strict=True):
+        assert max(kind) <= 1.05 * sum(kind) / cp
+    assert sum(causal for _, causal in work) == (total - 5) * (total - 4) // 2
+    assert sum(selected for selected, _ in work) == 2048 * 2049 // 2 + (total - 5 - 2048) * 2048
+
+
+def test_padding_and_documents_count_their_own_keys_only():
+    assert attended_keys((3, 10, 1), 16, 4, 1) == [(6 + (10 + 6 * 4) + 1, 6 + 55 + 1)]
+    assert attended_keys((), 16, 4, 2) == [(0, 0), (0, 0)]
+
+
+def test_tensors_are_on_the_device_that_was_asked_for():
+    def tensors(value):
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, tuple):
+            for part in value:
+                yield from tensors(part)
+        elif is_dataclass(value):
+            for field in fields(value):
+                yield from tensors(getattr(value, field.name))
+
+    found = list(tensors(AttentionPlan.build(CONFIG, (20, 5), TOTAL, cp_size=2, device="meta")))
+    assert len(found) == 13 and all(tensor.is_meta for tensor in found)
+
+
+@pytest.mark.parametrize(
+    "lengths, total, ranks, words",
+    [
+        ((4,), 30, dict(cp_size=4), "30 tokens .* --context-parallel-size 4 x --tensor-model-parallel-size 1"),
+        ((4,), 9, dict(tp_size=2), "9 tokens of a micro-batch .* --tensor-model-parallel-size 2"),
+        ((4,), 36, dict(cp_size=4), "36 tokens .* --context-parallel-size 4: .* must be a multiple of 8"),
+        ((20, 20), 32, {}, "documents of 40 tokens in a pack of 32"),
+    ],
+)
+def test_packs_that_do_not_split_are_refused_by_flag(lengths, total, ranks, words):
+    with pytest.raises(ValueError, match=words):
+        AttentionPlan.build(CONFIG, lengths, total, **ranks)
