@@ -120,5 +120,6 @@ def _describe_hang(processes: list, ranks: list[int], folder: str) -> str:
         for rank in ranks:
             os.kill(processes[rank].pid, signal.SIGUSR1)
     time.sleep(0.5)
-    stacks = "\n".join(f"rank {r}: {_stack_file(folder, r).read_text()}" for r in ranks)
+    files = {r: _stack_file(folder, r) for r in ranks}
+    stacks = "\n".join(f"rank {r}: {file.read_text() if file.exists() else 'not started'}" for r, file in files.items())
     return f"ranks {ranks} of {len(processes)} had not returned at the time limit; they are at\n{stacks}"

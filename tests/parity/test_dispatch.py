@@ -156,7 +156,7 @@ def all_layouts() -> dict:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict]:
-    return run(RANKS, all_layouts)
+    return run(RANKS, all_layouts, timeout=240)  # 15 s of processor time
 
 
 @pytest.mark.parametrize("name, ep, node, case", KEYS)

@@ -44,4 +44,4 @@ def test_the_first_failure_is_shown(how, said):
 
 def test_a_hang_names_the_ranks_and_their_lines():
     with pytest.raises(TimeoutError, match=r"ranks \[0, 1, 2\] of 3(.|\n)*line \d+ in misbehave"):
-        run(3, misbehave, "hang", timeout=3)
+        run(3, misbehave, "hang", timeout=5)
