@@ -57,7 +57,9 @@ class VocabParallelHead(VocabParallel):
         Returns:
             fp32 scalar, the same on every TP rank.
         """
-        return _CrossEntropy.apply(gather_rows(hidden, self.tp), self.weight, labels, self, chunk_size)
+        # Detached where no gradient is wanted: a Function is told that a parameter needs one even under no_grad.
+        weight = self.weight if torch.is_grad_enabled() else self.weight.detach()
+        return _CrossEntropy.apply(gather_rows(hidden, self.tp), weight, labels, self, chunk_size)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits [rows, v] of gathered rows; the columns of padding are -inf."""
