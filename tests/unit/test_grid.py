@@ -1,11 +1,15 @@
-"""Rank arithmetic: every group of every axis, for 1 to 4,096 ranks."""
+"""Rank arithmetic for 1 to 4,096 ranks, and the groups made from it."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
+import megatron_glm.parallel.groups as groups_module
 from megatron_glm.config import ParallelConfig
 from megatron_glm.parallel.grid import GROUP_AXES, Grid
+from megatron_glm.parallel.groups import ParallelGroups
 
 
 def parallel(tp=1, cp=1, pp=1, ep=1, node=None) -> ParallelConfig:
@@ -116,3 +120,57 @@ def test_impossible_grids_are_refused_by_name(world, sizes, words):
     with pytest.raises(ValueError) as error:
         Grid.create(parallel(**sizes), world)
     assert all(word in str(error.value) for word in words)
+
+
+class FakeGroup(tuple):
+    """The ranks of a group; equal ranks are not the same object."""
+
+
+@pytest.mark.parametrize(
+    "world, sizes", [(1, {}), (8, {"pp": 2, "cp": 2}), (16, {"tp": 2, "cp": 2, "pp": 2, "ep": 4, "node": 2})]
+)
+def test_all_ranks_create_the_same_groups_in_the_same_order(monkeypatch, world, sizes):
+    """A rank that skips or swaps one `new_group` hangs the others."""
+    created = []
+
+    def new_group(ranks=None, backend=None):
+        created[-1].append((tuple(ranks or range(world)), backend))
+        return FakeGroup(created[-1][-1][0])
+
+    everyone = FakeGroup(range(world))
+    everyone.size = lambda: world
+    fake = SimpleNamespace(group=SimpleNamespace(WORLD=everyone), new_group=new_group)
+    fake.get_world_size, fake.get_backend = lambda: world, lambda: "nccl"
+    monkeypatch.setattr(groups_module, "dist", fake)
+    config = parallel(**sizes)
+    grid = Grid.create(config, world)
+    for rank in range(world):
+        created.append([])
+        fake.get_rank = lambda rank=rank: rank
+        groups = ParallelGroups.create(config)
+        for name in GROUP_AXES:
+            group = getattr(groups, name)
+            if group is None:
+                assert name in ("ep_node", "ep_inter") and "node" not in sizes
+            else:
+                assert rank in group and list(group) in grid.groups(name)
+        assert tuple(groups.gloo_world) == tuple(groups.checkpoint) == tuple(range(world))
+        assert groups.gloo_world is not groups.checkpoint
+        after, before = dict(grid.ring_edges())[rank], {b: a for a, b in grid.ring_edges()}[rank]
+        assert set(groups.pp_forward.outbound) == set(groups.pp_backward.inbound) == {rank, after}
+        assert set(groups.pp_forward.inbound) == set(groups.pp_backward.outbound) == {rank, before}
+        # One way only, also where the next rank is the previous one.
+        assert len({id(group) for group in (*groups.pp_forward, *groups.pp_backward)}) == (4 if grid.pp > 1 else 2)
+    assert all(calls == created[0] for calls in created)
+    assert created[0].count((tuple(range(world)), "gloo")) == 2
+
+
+def test_groups_of_one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        groups = ParallelGroups.create(parallel())
+        assert groups.tp is groups.tp_cp_dp is groups.ep is groups.gloo_world is dist.group.WORLD
+        assert groups.checkpoint is not groups.gloo_world
+        assert (groups.pp.size(), groups.pp.rank(), groups.ep_node) == (1, 0, None)
+    finally:
+        dist.destroy_process_group()

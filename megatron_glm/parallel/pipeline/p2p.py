@@ -6,6 +6,7 @@ previous one; the ring closes). The receiver posts its receives in the order in 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -58,19 +59,19 @@ class Boundary:
     topk: int  # K
     topk_stages: tuple[bool, ...]  # per stage: whether its input comes with the selection [t, K] int32
 
-    def shapes(self, action: Action, stage: int) -> list[tuple[tuple[int, int], torch.dtype]]:
-        """The message for `action` of `stage`: hidden [t, D], and top-k [t, K] where a forward needs it."""
-        shapes = [((self.tokens, self.hidden_size), self.dtype)]
-        if action.kind == "F" and self.topk_stages[stage]:
-            shapes.append(((self.tokens, self.topk), torch.int32))
-        return shapes
-
 
 class Mailbox:
-    """The messages of one rank during one run of a schedule."""
+    """The messages of one rank during one run of a schedule.
 
-    def __init__(self, schedule: Schedule, rank: int, transport: Transport, boundary: Boundary) -> None:
-        self._schedule, self._rank, self._transport, self._boundary = schedule, rank, transport, boundary
+    Args:
+        selects: per micro-batch, whether it has a selection at all; the same on every rank.
+    """
+
+    def __init__(
+        self, schedule: Schedule, rank: int, transport: Transport, boundary: Boundary, selects: Sequence[bool]
+    ) -> None:
+        self._schedule, self._rank, self._transport = schedule, rank, transport
+        self._boundary, self._selects = boundary, selects
         self._arrivals = {kind: schedule.arrivals(rank, kind) for kind in "FB"}
         self._received: dict[Action, tuple[list[Tensor], list[Pending]]] = {}
         self._sent: list[tuple[Pending, Tensor]] = []
@@ -96,7 +97,7 @@ class Mailbox:
             work.wait()
         return tensors
 
-    def put(self, action: Action, tensors: list[Tensor]) -> None:
+    def put(self, action: Action, tensors: list[Tensor | None]) -> None:
         """Send what `action` made to the rank that needs it; does not wait.
 
         Raises:
@@ -104,7 +105,8 @@ class Mailbox:
         """
         self._sent = [(work, tensor) for work, tensor in self._sent if not work.is_completed()]
         rank, effect = self._schedule.effect(self._rank, action)
-        made, expected = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors], self._shapes(rank, effect)
+        expected = self._shapes(rank, effect)
+        made = [None if tensor is None else (tuple(tensor.shape), tensor.dtype) for tensor in tensors]
         if made != expected:
             raise ValueError(f"{action} of pipeline rank {self._rank} made {made}, the next stage expects {expected}")
         if rank == self._rank:  # a pipeline of one rank
@@ -122,4 +124,13 @@ class Mailbox:
         self._sent.clear()
 
     def _shapes(self, rank: int, action: Action) -> list[tuple[tuple[int, int], torch.dtype]]:
-        return self._boundary.shapes(action, action.chunk * self._schedule.pp + rank)
+        """The message for `action` of `rank`: hidden [t, D], and top-k [t, K] where a forward needs one."""
+        boundary, (kind, chunk, micro_batch) = self._boundary, action
+        shapes = [((boundary.tokens, boundary.hidden_size), boundary.dtype)]
+        if kind == "F" and boundary.topk_stages[chunk * self._schedule.pp + rank] and self._selects[micro_batch]:
+            shapes.append(((boundary.tokens, boundary.topk), torch.int32))
+        return shapes
+
+    def expects_topk(self, action: Action) -> bool:
+        """Whether the stage after `action`, a forward, needs the selection."""
+        return len(self._shapes(*self._schedule.effect(self._rank, action))) > 1

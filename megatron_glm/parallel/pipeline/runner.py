@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -22,7 +22,7 @@ class Output(Protocol):
 
 
 # (chunk, micro-batch, hidden [t, D], top-k [t, K]) -> Output. Hidden is None on the first stage, top-k wherever the
-# chunk does not begin with a shared layer.
+# chunk does not begin with a shared layer or the micro-batch has no selection.
 Forward = Callable[[int, int, Tensor | None, Tensor | None], Output]
 
 
@@ -39,16 +39,23 @@ class Runner:
         # A chunk's last backward, after which its gradients are complete.
         self._last = {action.chunk: action for action in schedule.actions[rank] if action.kind == "B"}
 
-    def run(self, forward: Forward, before_last_backward: Callable[[int], None] | None = None) -> list[Tensor]:
+    def run(
+        self,
+        forward: Forward,
+        before_last_backward: Callable[[int], None] | None = None,
+        selects: Sequence[bool] | None = None,
+    ) -> list[Tensor]:
         """One step; gradients accumulate in the parameters.
 
         Args:
             before_last_backward: called with a chunk's index before the backward of its last micro-batch, for example
                 to switch the gradient synchronisation on.
+            selects: per micro-batch, whether it has a top-k selection at all, the same on every rank (None: all have).
         Returns:
             The detached losses of the last stage in micro-batch order; empty on the ranks that do not hold it.
         """
-        mailbox = Mailbox(self.schedule, self.rank, self._transport, self._boundary)
+        selects = [True] * self.schedule.micro_batches if selects is None else selects
+        mailbox = Mailbox(self.schedule, self.rank, self._transport, self._boundary, selects)
         live: dict[tuple[int, int], tuple[Tensor | None, list[GradientEdge | Tensor]]] = {}
         losses: dict[int, Tensor] = {}
         actions = self.schedule.actions[self.rank]
@@ -73,13 +80,11 @@ class Runner:
         with torch.set_grad_enabled(training):
             output = forward(chunk, micro_batch, hidden, topk)
         roots = []  # what the backward starts from; a stage of frozen weights has nothing
-        effect = self.schedule.effect(self.rank, action)
-        if effect is None:
+        if self.schedule.effect(self.rank, action) is None:
             losses[micro_batch] = output.loss.detach()
         else:
-            rank, (_, next_chunk, _) = effect
-            needs_topk = self._boundary.topk_stages[next_chunk * self.schedule.pp + rank]
-            mailbox.put(action, [output.hidden.detach(), output.topk] if needs_topk else [output.hidden.detach()])
+            message = [output.hidden.detach()]
+            mailbox.put(action, [*message, output.topk] if mailbox.expects_topk(action) else message)
             if output.hidden.requires_grad:
                 # The edge holds the graph but not the values, so that they can go when they are sent.
                 roots.append(get_gradient_edge(output.hidden))

@@ -1,0 +1,148 @@
+"""Chunks of layers: even, by flag, by string, by cost; and the refusals."""
+
+import pytest
+
+from megatron_glm.config import ModelConfig, ParallelConfig
+from megatron_glm.parallel.grid import check_layout
+from megatron_glm.parallel.pipeline.layout import build_layout, layer_flops, stage_costs
+from megatron_glm.parallel.pipeline.schedule import build_schedule, simulate
+
+GLM52 = ModelConfig.from_hf("glm5.2")
+TINY = ModelConfig.from_hf("glm5.2-tiny")
+
+
+def layout_of(pp, per_stage=None, layout=None, model=GLM52, micro_batches=4):
+    parallel = ParallelConfig(
+        pipeline_model_parallel_size=pp,
+        num_layers_per_virtual_pipeline_stage=per_stage,
+        pipeline_model_parallel_layout=layout,
+    )
+    return build_layout(parallel, model, 4096, micro_batches)
+
+
+def sizes(layout) -> list[int]:
+    return [len(stage.layers) for stage in layout.stages]
+
+
+def check_whole(layout, model) -> None:
+    """Every layer once, in order; embedding first, head last, the MTP layer once."""
+    assert [layer for stage in layout.stages for layer in stage.layers] == list(range(model.num_hidden_layers))
+    assert [stage.embedding for stage in layout.stages].index(True) == 0
+    assert [stage.head for stage in layout.stages].index(True) == len(layout.stages) - 1
+    assert sum(stage.mtp for stage in layout.stages) == model.num_nextn_predict_layers
+    assert len(layout.stages) == layout.pp * layout.chunks
+
+
+def test_even_and_virtual_stages_spread_the_remainder():
+    assert sizes(layout_of(4)) == [20, 20, 19, 19]
+    layout = layout_of(4, per_stage=2)
+    assert layout.chunks == 9 and sizes(layout) == [3] * 6 + [2] * 30
+    check_whole(layout, GLM52)
+    assert [stage.layers[0] for stage in layout.of_rank(1)[:3]] == [3, 15, 24]
+    assert layout.stages[-1].mtp and layout.stages[-1].head
+
+
+def test_selection_crosses_only_into_shared_layers():
+    layout = layout_of(4, per_stage=2)
+    for stage in layout.stages:
+        assert stage.needs_topk(GLM52) == (GLM52.indexer_types[stage.layers[0]] == "shared")
+    assert not layout_of(2, layout="Et*78|L").stages[1].needs_topk(GLM52)
+
+
+@pytest.mark.parametrize(
+    "text, pp, expected",
+    [
+        ("Et*20|t*20|t*20|t*18L", 4, [20, 20, 20, 18]),
+        ("Et*2|(tt|)*37,t*2|mL", 4, [2] * 39 + [0]),
+        ("E t*3|(tt|)*37,t|m|L", 41, [3] + [2] * 37 + [1, 0, 0]),
+        ("Et*4|((tt|)*2,t*4|)*8,t*10L", 2, [4] + [2, 2, 4] * 8 + [10]),
+    ],
+)
+def test_layout_strings(text, pp, expected):
+    layout = layout_of(pp, layout=text)
+    assert sizes(layout) == expected
+    check_whole(layout, GLM52)
+    marked = [i for i, stage in enumerate(layout.stages) if stage.mtp]
+    assert marked == [39] if "m|L" in text else marked == [len(expected) - 1]
+
+
+def test_the_layout_string_of_the_documentation():
+    """`Et*3|(tt|)*29,m|L` is 32 stages of a 61-layer model."""
+    with pytest.raises(ValueError, match=r"has 61 layers \(t\), the model has 78"):
+        layout_of(8, layout="Et*3|(tt|)*29,m|L")
+
+
+@pytest.mark.parametrize(
+    "text, pp, words",
+    [
+        ("Et*39|t*38L", 2, ["77 layers", "78"]),
+        ("Et*26|t*26|t*26L", 2, ["3 stages", "--pipeline-model-parallel-size 2"]),
+        ("Et*39|t*39mmL", 2, ["2 MTP layers", "has 1"]),
+        ("t*39|t*39L", 2, ["one E"]),
+        ("Et*39L|t*39", 2, ["then one L"]),
+        ("Et*39||t*38|tL", 4, ["stage 1 of 4 is empty"]),
+        ("Et*39|(t*39L", 2, ["brackets"]),
+        ("Et*39|x*39L", 2, ["'x'"]),
+        ("*3Et*39|t*39L", 2, ["'*3'"]),
+    ],
+)
+def test_wrong_layout_strings_are_refused(text, pp, words):
+    with pytest.raises(ValueError) as error:
+        layout_of(pp, layout=text)
+    assert all(word in str(error.value) for word in ["--pipeline-model-parallel-layout", repr(text), *words])
+
+
+def test_too_many_stages_are_refused():
+    with pytest.raises(ValueError, match="--num-layers-per-virtual-pipeline-stage 20 x .*size 4 exceeds the 78 layers"):
+        layout_of(4, per_stage=20)
+
+
+def test_cost_of_a_layer_is_the_sum_of_its_parts():
+    """Per token at 4096, from the sizes of the released model: projections, core, experts, router, indexer."""
+    attention = 2 * (6144 * 2048 + 2048 * 16384 + 6144 * 576 + 64 * 448 * 512 + 16384 * 6144)
+    core = 2 * 64 * 1536.25 * 512
+    shared_moe = attention + core + 6 * 6144 * 2048 * 9 + 2 * 6144 * 256
+    indexer = 2 * (2048 * 4096 + 6144 * (128 + 32)) + 2 * 2048.5 * 32 * 128
+    assert GLM52.indexer_types[5:7] == ("shared", "full")
+    assert layer_flops(GLM52, 5, 4096) == pytest.approx(shared_moe)
+    assert layer_flops(GLM52, 6, 4096) == pytest.approx(shared_moe + indexer)
+    assert layer_flops(GLM52, 0, 4096) == pytest.approx(attention + core + indexer + 6 * 6144 * 12288)
+
+
+def idle(layout, micro_batches=4) -> float:
+    schedule = build_schedule(layout.pp, layout.chunks, micro_batches)
+    return simulate(schedule, stage_costs(layout, GLM52, 4096)).idle
+
+
+def test_idle_shares_of_the_recipe():
+    """78 layers on 4 ranks, 4 micro-batches of 4096 tokens, full recompute."""
+    assert idle(layout_of(4, per_stage=2)) == pytest.approx(0.144, abs=5e-4)
+    ten_chunks = "E" + "tt|" * 38 + "t|tL"
+    assert idle(layout_of(4, layout=ten_chunks)) == pytest.approx(0.096, abs=5e-4)
+    automatic = layout_of(4, layout="auto")
+    check_whole(automatic, GLM52)
+    assert automatic.chunks <= 10 and idle(automatic) <= 0.07
+
+
+def test_automatic_layout_balances_and_repeats():
+    for pp, micro_batches in ((2, 2), (3, 5)):
+        automatic = layout_of(pp, layout="auto", micro_batches=micro_batches)
+        check_whole(automatic, GLM52)
+        assert idle(automatic, micro_batches) < idle(layout_of(pp), micro_batches)
+        assert sizes(automatic) == sizes(layout_of(pp, layout="auto", micro_batches=micro_batches))
+    assert sizes(layout_of(1, layout="auto")) == [78]
+
+
+def test_layouts_that_the_model_cannot_have_are_refused_before_any_group_exists():
+    def check(world, seq_length=64, micro_batches=4, **sizes):
+        parallel = ParallelConfig(**sizes)
+        return check_layout(parallel, TINY, world, seq_length, micro_batches)
+
+    layers = TINY.num_hidden_layers
+    assert check(layers, pipeline_model_parallel_size=layers).pp == layers
+    for world, words, flags in (
+        (2, "--microbatch-group-size-per-vp-stage 1", {"microbatch_group_size_per_vp_stage": 1}),
+        (2, "has 1 layers", {"pipeline_model_parallel_layout": "E|tL"}),
+    ):
+        with pytest.raises(ValueError, match=words):
+            check(world, pipeline_model_parallel_size=2, **flags)
