@@ -54,7 +54,7 @@ def run_config(
 
 
 def pack(model: ModelConfig, seed: int, step: int, index: int) -> PackedBatch:
-    """A pack of one to four documents; every fourth is half padding, and masks leave very different numbers of labels."""
+    """A pack of one to four documents; every fourth is half padding, and the masks leave few labels or many."""
     generator = torch.Generator().manual_seed(seed * 100003 + step * 101 + index)
     lengths = ((64,), (40, 24), (20, 1, 11), (7, 30, 9, 18))[index % 4]
     used = sum(lengths)
@@ -115,7 +115,7 @@ def train(config: RunConfig, steps: int = 3, make_pack=pack) -> Result:
 
 
 def assemble(tensors: dict) -> dict[str, Tensor]:
-    """Global tensors on rank 0 from all ranks' rectangles. Those that hold the same rectangle must agree bit for bit."""
+    """Global tensors on rank 0 from all ranks' rectangles; copies of the same rectangle must agree bit for bit."""
     from megatron_glm.parallel.fsdp import rectangle
 
     mine = []

@@ -26,36 +26,71 @@ def layout(tp=1, cp=1, ep=1, pp=1, vp=1, kind="short", **changes) -> tuple[str, 
     )
 
 
+FULL, SELECTIVE = {"recompute_granularity": "full"}, {"recompute_granularity": "selective"}
+HYBRID2 = {"moe_token_dispatcher_type": "hybrid", "expert_node_size": 2}
+HYBRID4 = {"moe_token_dispatcher_type": "hybrid", "expert_node_size": 4}
+ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
+KEPT = {"reshard_after_forward": False, "reshard_experts_after_forward": False}
+EVERY = {"grad_sync": "every"}
+
+# Data parallelism is what is left of the ranks.
 GRID = {
     2: {
         "dp2": layout(),
-        "dp2 gradients reduced every time": layout(grad_sync="every"),
+        "dp2 gradients reduced every time": layout(**EVERY),
         "tp2": layout(tp=2),
         "cp2": layout(cp=2),
         "ep2": layout(ep=2),
-        "ep2 allgather": layout(ep=2, moe_token_dispatcher_type="allgather"),
-        "tp2 full recompute": layout(tp=2, recompute_granularity="full"),
-        "ep2 selective recompute": layout(ep=2, recompute_granularity="selective"),
-        "cp2 kept weights": layout(cp=2, reshard_after_forward=False, reshard_experts_after_forward=False),
+        "ep2 allgather": layout(ep=2, **ALLGATHER),
+        "pp2": layout(pp=2),
+        "pp2 vp2": layout(pp=2, vp=2),
+        "pp2 vp3 full recompute": layout(pp=2, vp=3, kind="deep", **FULL),
+        "pp2 vp2 gradients reduced every time": layout(pp=2, vp=2, **EVERY),
+        "tp2 full recompute": layout(tp=2, **FULL),
+        "cp2 selective recompute": layout(cp=2, **SELECTIVE),
+        "ep2 selective recompute": layout(ep=2, **SELECTIVE),
+        "cp2 kept weights": layout(cp=2, **KEPT),
     },
     4: {
         "tp4": layout(tp=4),
         "cp4": layout(cp=4),
         "ep4": layout(ep=4),
+        "pp4": layout(pp=4),
+        "pp4 vp2": layout(pp=4, vp=2, kind="deep"),
+        "pp4 vp3": layout(pp=4, vp=3, kind="deep"),
+        "dp2 tp2": layout(tp=2),
+        "dp2 cp2": layout(cp=2),
+        "dp2 pp2 vp2": layout(pp=2, vp=2),
+        "dp2 pp2 kept weights": layout(pp=2, **KEPT),
         "tp2 cp2": layout(tp=2, cp=2),
         "tp2 ep2": layout(tp=2, ep=2),
         "tp2 ep4": layout(tp=2, ep=4),
+        "tp2 pp2 vp2": layout(tp=2, pp=2, vp=2),
         "cp2 ep2": layout(cp=2, ep=2),
-        "cp2 ep4 full recompute": layout(cp=2, ep=4, recompute_granularity="full"),
-        "ep4 hybrid 2x2": layout(ep=4, moe_token_dispatcher_type="hybrid", expert_node_size=2),
+        "cp2 ep4 full recompute": layout(cp=2, ep=4, **FULL),
+        "cp2 pp2 vp2 selective recompute": layout(cp=2, pp=2, vp=2, **SELECTIVE),
+        "ep2 pp2 vp2 full recompute": layout(ep=2, pp=2, vp=2, **FULL),
+        "ep4 hybrid 2x2": layout(ep=4, **HYBRID2),
     },
     8: {
         "tp2 cp2 ep8": layout(tp=2, cp=2, ep=8),
-        "tp2 cp2 ep4 selective recompute": layout(tp=2, cp=2, ep=4, recompute_granularity="selective"),
+        "tp2 cp2 ep4 selective recompute": layout(tp=2, cp=2, ep=4, **SELECTIVE),
         "tp4 cp2 ep2": layout(tp=4, cp=2, ep=2),
         "tp2 cp4 ep8": layout(tp=2, cp=4, ep=8),
-        "ep8 hybrid 2x4": layout(ep=8, moe_token_dispatcher_type="hybrid", expert_node_size=4),
-        "tp2 ep8 hybrid 4x2": layout(tp=2, ep=8, moe_token_dispatcher_type="hybrid", expert_node_size=2),
+        "dp2 tp2 cp2": layout(tp=2, cp=2),
+        "tp2 cp2 pp2 vp2": layout(tp=2, cp=2, pp=2, vp=2),
+        "tp2 ep4 pp2 vp2": layout(tp=2, ep=4, pp=2, vp=2),
+        "tp4 ep2 pp2 full recompute": layout(tp=4, ep=2, pp=2, **FULL),
+        "cp2 ep2 pp2 vp2": layout(cp=2, ep=2, pp=2, vp=2),
+        "cp4 ep4 pp2 selective recompute": layout(cp=4, ep=4, pp=2, **SELECTIVE),
+        "tp2 cp2 ep4 pp2 vp2": layout(tp=2, cp=2, ep=4, pp=2, vp=2),
+        "dp2 tp2 pp2 vp2 full recompute": layout(tp=2, pp=2, vp=2, **FULL),
+        "dp2 cp2 pp2": layout(cp=2, pp=2),
+        "tp2 pp4": layout(tp=2, pp=4),
+        "cp2 pp4": layout(cp=2, pp=4),
+        "ep2 pp4 vp2": layout(ep=2, pp=4, vp=2, kind="deep"),
+        "ep8 hybrid 2x4": layout(ep=8, **HYBRID4),
+        "tp2 ep8 hybrid 4x2": layout(tp=2, ep=8, **HYBRID2),
     },
 }
 
