@@ -68,7 +68,8 @@ class ChunkPlanner(SavePlanner):
     """Writes exactly the given chunks; `progress` gets the bytes of each when its turn comes."""
 
     def __init__(self, chunks: list[Chunk], progress: Callable[[int], object]) -> None:
-        self.chunks = {MetadataIndex(chunk.name, chunk.offsets): chunk for chunk in chunks}
+        self.indexed = [(MetadataIndex(chunk.name, chunk.offsets), chunk) for chunk in chunks]
+        self.chunks = dict(self.indexed)
         self.progress = progress
 
     def set_up_planner(self, state_dict: dict, storage_meta: Any = None, is_coordinator: bool = False) -> None:
@@ -76,7 +77,7 @@ class ChunkPlanner(SavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         items = []
-        for index, chunk in self.chunks.items():
+        for index, chunk in self.indexed:
             place = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
             data = TensorWriteData(place, TensorProperties(chunk.dtype), torch.Size(chunk.global_shape))
             items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))

@@ -1,0 +1,84 @@
+"""Checkpoints written and read by several processes over a gloo group of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_glm.checkpoint import sharded
+from megatron_glm.model_config import ModelConfig
+from megatron_glm.parallel.shard import Rectangle
+from tests import distributed
+
+SHAPES = {"norm.weight": (17,), "lm_head.weight": (24, 10), "layers.1.mlp.experts.gate_up": (6, 8, 5)}
+
+
+def full(name: str) -> torch.Tensor:
+    return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(len(name)))
+
+
+def share(dim: int, rank: int, size: int, filled: bool) -> list[Rectangle]:
+    """This rank's part of every matrix, cut along `dim`; vectors are replicated and owned by the last rank."""
+    rectangles = []
+    for name, shape in SHAPES.items():
+        offsets, data = [0] * len(shape), full(name) if filled else torch.full(shape, torch.nan)
+        if len(shape) > 1:
+            data = data.tensor_split(size, dim)[rank].contiguous()
+            offsets[dim] = sum(part.shape[dim] for part in full(name).tensor_split(size, dim)[:rank])
+        rectangles.append(Rectangle(name, shape, tuple(offsets), data, len(shape) > 1 or rank == size - 1))
+    return rectangles
+
+
+def attempt(function, *args) -> str:
+    try:
+        function(*args)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def save_and_load(folder: Path) -> tuple[str, str, str]:
+    """Saves rows, loads columns; returns the errors of a bad load, a bad save and of saving twice."""
+    group = dist.new_group(backend="gloo")
+    rank, size = group.rank(), group.size()
+    config = ModelConfig.from_hf("glm5.2-tiny")
+    sharded.save(folder, 5, share(0, rank, size, True), {"rank": rank}, config, None, group)
+    assert sharded.latest(folder) == 5
+    wanted = share(1, rank, size, False)
+    sharded.load(folder, 5, wanted, group)
+    for got, expected in zip(wanted, share(1, rank, size, True), strict=True):
+        assert torch.equal(got.tensor, expected.tensor), got.name
+    odd = [Rectangle("norm.weight", (18,), (0,), torch.zeros(18), False)] if rank == 1 else wanted
+    unowned = [Rectangle(r.name, r.global_shape, r.offsets, r.tensor, rank == 0) for r in share(0, rank, size, True)]
+    return (
+        attempt(sharded.load, folder, 5, odd, group),
+        attempt(sharded.save, folder, 6, unowned, {}, config, None, group),
+        attempt(sharded.save, folder, 5, share(0, rank, size, True), {}, config, None, group),
+    )
+
+
+def test_two_ranks_reshard_and_fail_together(tmp_path: Path):
+    for bad_load, bad_save, twice in distributed.run(2, save_and_load, tmp_path):
+        assert "norm.weight is [17] in the checkpoint, [18] in the model" in bad_load
+        assert "lm_head.weight write 120 elements of 240" in bad_save
+        assert "iter_0000005 already exists" in twice
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000005", sharded.LATEST_NAME]
+    assert sharded.read_state(tmp_path, 5) == {"rank": 0}
+
+    alone = share(0, 0, 1, False)
+    sharded.load(tmp_path, 5, alone, None)
+    for rectangle in alone:
+        assert torch.equal(rectangle.tensor, full(rectangle.name)), rectangle.name
+
+
+def save_alone(folder: Path) -> None:
+    sharded.save(folder, 1, share(0, 0, 1, True), {}, ModelConfig.from_hf("glm5.2-tiny"), None, dist.group.WORLD)
+    wanted = share(0, 0, 1, False)
+    sharded.load(folder, 1, wanted, dist.group.WORLD)
+    assert all(torch.equal(r.tensor, full(r.name)) for r in wanted)
+
+
+def test_a_group_of_one(tmp_path: Path):
+    distributed.run(1, save_alone, tmp_path)

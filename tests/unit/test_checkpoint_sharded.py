@@ -1,0 +1,243 @@
+"""Sharded checkpoints: any rectangles load from any chunks, and a folder is complete or not there.
+
+One process may hold the rectangles of all ranks of a layout, so layouts are simulated here without process groups.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from megatron_glm.checkpoint import planners, sharded
+from megatron_glm.checkpoint.files import staged_folder, write_durably
+from megatron_glm.model_config import ModelConfig
+from megatron_glm.parallel.shard import Rectangle
+
+CONFIG = ModelConfig.from_hf("glm5.2-tiny")
+SHAPES = {"norm.weight": (17,), "lm_head.weight": (23, 10), "layers.1.mlp.experts.gate_up": (6, 8, 5)}
+
+
+@pytest.fixture(autouse=True)
+def no_sync(monkeypatch: pytest.MonkeyPatch):
+    """Waiting for the disk shows nothing here and takes most of the time."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def layout(dim: int, bounds: list[float], source: dict[str, torch.Tensor] | None) -> list[Rectangle]:
+    """All ranks' rectangles of a split of `dim` (modulo the tensor's dims) at the fractions `bounds`."""
+    rectangles = []
+    for name, shape in SHAPES.items():
+        axis = dim % len(shape)
+        cuts = [0, *(round(bound * shape[axis]) for bound in bounds), shape[axis]]
+        for start, stop in zip(cuts, cuts[1:], strict=False):
+            index = tuple(slice(start, stop) if d == axis else slice(None) for d in range(len(shape)))
+            offsets = tuple(start if d == axis else 0 for d in range(len(shape)))
+            full = torch.full(shape, torch.nan) if source is None else source[name]
+            rectangles.append(Rectangle(name, shape, offsets, full[index], owner=True))
+    return rectangles
+
+
+def gathered(rectangles: list[Rectangle]) -> dict[str, torch.Tensor]:
+    result = {name: torch.full(shape, torch.nan) for name, shape in SHAPES.items()}
+    for r in rectangles:
+        index = tuple(slice(o, o + s) for o, s in zip(r.offsets, r.tensor.shape, strict=True))
+        result[r.name][index] = r.tensor
+    return result
+
+
+def save(folder: Path, rectangles: list[Rectangle], iteration: int = 4) -> None:
+    sharded.save(folder, iteration, rectangles, {"consumed": 12}, CONFIG, None, None)
+
+
+# dim, bounds: whole tensors, rows, columns, experts or rows unevenly, with empty ranks as FSDP leaves them
+LAYOUTS = [(0, []), (0, [0.5]), (-1, [0.3, 0.6]), (1, [0.25, 0.5, 0.75]), (0, [0.1, 0.1, 0.9, 1.0])]
+
+
+@pytest.mark.parametrize("chunk_bytes", [48, 1 << 28])
+def test_every_layout_loads_every_other(chunk_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(planners, "CHUNK_BYTES", chunk_bytes)
+    expected = tensors()
+    for number, (dim, bounds) in enumerate(LAYOUTS):
+        save(tmp_path, layout(dim, bounds, expected), iteration=number)
+        for other_dim, other_bounds in LAYOUTS:
+            wanted = layout(other_dim, other_bounds, None)
+            sharded.load(tmp_path, number, wanted, None)
+            for name, tensor in gathered(wanted).items():
+                assert torch.equal(tensor, expected[name]), (name, dim, bounds, other_dim, other_bounds)
+
+
+def test_only_owners_write_and_parameters_are_filled_in_place(tmp_path: Path):
+    expected = tensors()
+    copies = [Rectangle(r.name, r.global_shape, r.offsets, r.tensor * 0, False) for r in layout(0, [0.5], expected)]
+    save(tmp_path, copies + layout(0, [], expected))
+    parameter = torch.nn.Parameter(torch.zeros(23, 4, dtype=torch.bfloat16))
+    sharded.load(tmp_path, 4, [Rectangle("lm_head.weight", (23, 10), (0, 3), parameter, False)], None)
+    assert torch.equal(parameter, expected["lm_head.weight"][:, 3:7].bfloat16())
+    assert parameter.is_leaf and parameter.requires_grad
+
+
+def test_folder_describes_itself(tmp_path: Path):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "tokenizer.json").write_bytes(b"\r\n")
+    assert sharded.latest(tmp_path) is None
+    sharded.save(tmp_path, 100, layout(0, [], tensors()), {"consumed": 12}, CONFIG, tmp_path / "hf", None)
+    folder = tmp_path / "iter_0000100"
+    assert sharded.latest(tmp_path) == 100
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "100"
+    assert sharded.read_state(tmp_path, 100) == {"consumed": 12}
+    assert ModelConfig.from_hf(folder) == CONFIG
+    assert (folder / "hf" / "tokenizer.json").read_bytes() == b"\r\n"
+    assert not [path for path in tmp_path.rglob("*.tmp")]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_itself_reads_the_format(tmp_path: Path):
+    save(tmp_path, layout(1, [0.5], tensors()))
+    state = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    dcp.load(state, checkpoint_id=tmp_path / "iter_0000004", no_dist=True)
+    for name, tensor in tensors().items():
+        assert torch.equal(state[name], tensor)
+
+
+@pytest.mark.parametrize("shape, itemsize", [((7, 9), 4), ((5, 3, 4), 2), ((40,), 4), ((2, 40, 3), 4), ((3, 1000), 2)])
+def test_chunks_fill_the_tensor_and_stay_small(shape, itemsize, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(planners, "CHUNK_BYTES", 100)
+    filled = torch.zeros(shape, dtype=torch.int)
+    for offsets, sizes in planners.cut(shape, itemsize):
+        filled[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
+        assert torch.Size(sizes).numel() * itemsize <= 100 or sizes[-2] == 1, "only a single row may be larger"
+        assert len(shape) < 3 or sizes[0] == 1
+    assert (filled == 1).all()
+    assert list(planners.cut((0, 4), 4)) == []
+
+
+def test_stored_chunks_are_at_most_256_mib():
+    assert planners.CHUNK_BYTES == 256 * 2**20
+    sizes = [size for _, size in planners.cut((154880, 6144), 4)]
+    assert max(torch.Size(size).numel() * 4 for size in sizes) <= 256 * 2**20
+
+
+def test_files_stay_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """torch keeps every tensor of a file in memory until the file is closed."""
+    monkeypatch.setattr(planners, "CHUNK_BYTES", 200)
+    monkeypatch.setattr(sharded, "FILE_BYTES", 500)
+    save(tmp_path, layout(0, [], tensors()))
+    assert len(list((tmp_path / "iter_0000004").glob("*.distcp"))) >= (17 + 230 + 240) * 4 // 500
+
+
+def test_another_model_is_one_error_with_both_shapes(tmp_path: Path):
+    save(tmp_path, layout(0, [], tensors()))
+    wanted = [
+        Rectangle(name, (*shape[:-1], 99), (0,) * len(shape), torch.zeros(1), False) for name, shape in SHAPES.items()
+    ]
+    wanted += [Rectangle(f"layers.9.{i}", (3,), (0,), torch.zeros(3), False) for i in range(4)]
+    with pytest.raises(ValueError) as error:
+        sharded.load(tmp_path, 4, wanted, None)
+    text = str(error.value)
+    assert "iter_0000004" in text and "lm_head.weight is [23, 10] in the checkpoint, [23, 99] in the model" in text
+    assert "layers.9.0 [3] is not in the checkpoint" in text and "and 2 more" in text
+
+
+def test_optimizer_free_load_reads_a_checkpoint_with_optimizer(tmp_path: Path):
+    parameters = layout(0, [], tensors())
+    moments = [
+        Rectangle(f"optimizer.exp_avg.{r.name}", r.global_shape, r.offsets, r.tensor * 2, True) for r in parameters
+    ]
+    save(tmp_path, parameters + moments)
+    wanted = layout(0, [0.5], None)
+    sharded.load(tmp_path, 4, wanted, None)
+    assert torch.equal(gathered(wanted)["norm.weight"], tensors()["norm.weight"])
+
+
+@pytest.mark.parametrize("fault", ["nobody", "twice", "dtype"])
+def test_tensors_must_be_written_exactly_once(fault: str, tmp_path: Path):
+    rectangles = layout(0, [0.5], tensors())
+    if fault == "nobody":
+        del rectangles[0]
+    elif fault == "twice":
+        rectangles += layout(-1, [0.5], tensors())[:1]
+    else:
+        first = rectangles[0]
+        rectangles[0] = Rectangle(first.name, first.global_shape, first.offsets, first.tensor.bfloat16(), True)
+    with pytest.raises(ValueError, match=r"norm\.weight"):
+        save(tmp_path, rectangles)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_failed_save_keeps_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save(tmp_path, layout(0, [], tensors()), iteration=1)
+
+    def full_disk(*_):
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sharded.FileSystemWriter, "write_data", full_disk)
+        with pytest.raises(OSError, match="no space"):
+            save(tmp_path, layout(0, [], tensors()), iteration=2)
+    assert sharded.latest(tmp_path) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", sharded.LATEST_NAME]
+    with pytest.raises(ValueError, match="iter_0000001 already exists"):
+        save(tmp_path, layout(0, [], tensors()), iteration=1)
+    assert sharded.latest(tmp_path) == 1
+
+
+def test_what_a_killed_save_left_is_replaced(tmp_path: Path):
+    (tmp_path / "iter_0000004.tmp").mkdir()
+    (tmp_path / "iter_0000004.tmp" / "rank00000_00099_0.distcp").write_text("half")
+    assert sharded.latest(tmp_path) is None
+    save(tmp_path, layout(0, [], tensors()))
+    assert len(list((tmp_path / "iter_0000004").glob("*.distcp"))) == 1 and not list(tmp_path.glob("*.tmp"))
+
+
+def test_latest_moves_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    complete = []
+
+    def record(path: Path, content: bytes) -> None:
+        if path.name == sharded.LATEST_NAME:
+            complete.append((tmp_path / "iter_0000004" / ".metadata").is_file())
+        write_durably(path, content)
+
+    monkeypatch.setattr(sharded, "write_durably", record)
+    save(tmp_path, layout(0, [], tensors()))
+    assert complete == [True]
+
+
+def test_damaged_checkpoints_are_named(tmp_path: Path):
+    save(tmp_path, layout(0, [], tensors()))
+    folder = tmp_path / "iter_0000004"
+    [data] = folder.glob("*.distcp")
+    content, wanted = data.read_bytes(), layout(0, [], None)
+    data.write_bytes(content[:-200])
+    with pytest.raises(ValueError, match=rf"{data} is truncated: .* ends at byte {len(content)}"):
+        sharded.load(tmp_path, 4, wanted, None)
+    data.write_bytes(b"\0" * len(content))
+    with pytest.raises(ValueError, match=f"{data}: cannot read "):
+        sharded.load(tmp_path, 4, wanted, None)
+    data.unlink()
+    with pytest.raises(ValueError, match=f"{data} is missing"):
+        sharded.load(tmp_path, 4, wanted, None)
+    (folder / ".metadata").write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match=r"\.metadata is damaged"):
+        sharded.load(tmp_path, 4, wanted, None)
+    (folder / ".metadata").unlink()
+    with pytest.raises(ValueError, match="iter_0000004 is no complete checkpoint"):
+        sharded.load(tmp_path, 4, wanted, None)
+    (tmp_path / sharded.LATEST_NAME).write_text("release")
+    with pytest.raises(ValueError, match="'release'"):
+        sharded.latest(tmp_path)
+
+
+def test_staged_folder_vanishes_on_any_exception(tmp_path: Path):
+    with pytest.raises(KeyboardInterrupt), staged_folder(tmp_path / "out") as staging:
+        (staging / "file").write_text("half")
+        raise KeyboardInterrupt
+    assert not any(tmp_path.iterdir())
