@@ -125,7 +125,7 @@ def recorded() -> Iterator[Selections]:
     def watched_topk(iq, ik, w, start, end, k):
         chosen = index_topk(iq, ik, w, start, end, k)
         scores = (w.unsqueeze(-1) * torch.relu(torch.einsum("thd,ud->thu", iq.float(), ik.float()))).sum(1)
-        position = torch.arange(ik.shape[0])
+        position = torch.arange(ik.shape[0], device=ik.device)
         visible = (position >= start.unsqueeze(1)) & (position < end.unsqueeze(1))
         seen.boundary(scores.masked_fill(~visible, float("-inf")), k)
         seen.topk.append(chosen)

@@ -98,7 +98,7 @@ def train(config: RunConfig, steps: int = 3, make_pack=pack, copies_agree: bool 
     def capture() -> None:
         if not result.losses:
             found = {n: (p.grad, c.shards[n]) for c in chunks for n, p in c.named_parameters() if p.grad is not None}
-            result.gradients = assemble(found, copies_agree)
+            result.gradients = assemble(found, groups.gloo_world, copies_agree)
 
     optimizer = Recorder(build_optimizer(chunks, config.optimizer), capture)
     packs, dp = config.train.global_batch_size, groups.dp
@@ -111,11 +111,11 @@ def train(config: RunConfig, steps: int = 3, make_pack=pack, copies_agree: bool 
             result.norms.append(outcome.grad_norm)
     result.gap = seen.gap
     found = {n: (t, c.shards[n]) for c in chunks for n, t in c.state_dict().items()}
-    result.parameters = assemble(found, copies_agree)
+    result.parameters = assemble(found, groups.gloo_world, copies_agree)
     return result
 
 
-def assemble(tensors: dict, copies_agree: bool) -> dict[str, Tensor]:
+def assemble(tensors: dict, gloo: dist.ProcessGroup, copies_agree: bool) -> dict[str, Tensor]:
     """Global tensors on rank 0 from all ranks' rectangles.
 
     Copies of the same rectangle must agree bit for bit, or with `copies_agree` False the last one is taken.
@@ -125,9 +125,9 @@ def assemble(tensors: dict, copies_agree: bool) -> dict[str, Tensor]:
     mine = []
     for name, (tensor, info) in tensors.items():
         part = rectangle(name, tensor, info)
-        mine.append((name, part.global_shape, part.offsets, part.tensor.clone()))
+        mine.append((name, part.global_shape, part.offsets, part.tensor.cpu().clone()))
     everyone = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(mine, everyone)
+    dist.gather_object(mine, everyone, group=gloo)
     whole: dict[str, Tensor] = {}
     for name, shape, offsets, data in (item for rank in everyone or [] for item in rank):
         target = whole.setdefault(name, torch.full(shape, float("nan")))

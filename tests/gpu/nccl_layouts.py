@@ -1,0 +1,61 @@
+"""Trains every layout that fits the ranks it is started on and saves what came out: torchrun … nccl_layouts.py FILE."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from megatron_glm.config import ParallelConfig
+from tests.parity.layouts import parity_model, run_config, train
+
+LAYOUTS = {
+    1: {"one": ParallelConfig()},
+    2: {
+        "dp2": ParallelConfig(),
+        "tp2": ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True),
+        "cp2": ParallelConfig(context_parallel_size=2),
+        "ep2": ParallelConfig(expert_model_parallel_size=2),
+        "ep2 allgather": ParallelConfig(expert_model_parallel_size=2, moe_token_dispatcher_type="allgather"),
+        "pp2": ParallelConfig(pipeline_model_parallel_size=2),
+        "pp2 vp2": ParallelConfig(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1),
+    },
+    4: {
+        "pp2 ep2": ParallelConfig(pipeline_model_parallel_size=2, expert_model_parallel_size=2),
+        "tp2 pp2 vp2": ParallelConfig(
+            tensor_model_parallel_size=2,
+            sequence_parallel=True,
+            pipeline_model_parallel_size=2,
+            num_layers_per_virtual_pipeline_stage=1,
+        ),
+        "cp2 ep4": ParallelConfig(context_parallel_size=2, expert_model_parallel_size=4),
+        "pp4": ParallelConfig(pipeline_model_parallel_size=4),
+        "ep4 hybrid": ParallelConfig(
+            expert_model_parallel_size=4, moe_token_dispatcher_type="hybrid", expert_node_size=2
+        ),
+    },
+}
+
+
+def main(file: str) -> None:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    results = {}
+    for bf16 in (False, True):
+        for name, parallel in LAYOUTS[dist.get_world_size()].items():
+            config = run_config(parity_model(4), parallel, packs=8, seed=0)
+            config = replace(config, train=replace(config.train, bf16=bf16))
+            results[name, bf16] = train(config)
+            torch.cuda.synchronize()
+            if dist.get_rank() == 0:
+                print(name, "bf16" if bf16 else "fp32", results[name, bf16].losses, flush=True)
+    if dist.get_rank() == 0:
+        torch.save(results, file)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
