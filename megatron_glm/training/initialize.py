@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from megatron_glm.model.glm import GLMChunk
 from megatron_glm.model.init import initialize_weights
 from megatron_glm.parallel.fsdp import local, shard_chunk
 from megatron_glm.parallel.groups import ParallelGroups
-from megatron_glm.parallel.pipeline.layout import build_layout
+from megatron_glm.parallel.pipeline.layout import PipelineLayout, build_layout
 from megatron_glm.training.logging import describe, log
 
 
@@ -25,7 +26,9 @@ def initialize(config: RunConfig) -> ParallelGroups:
     Raises:
         ValueError: naming the flags, before any process group exists.
     """
-    config.check(int(os.environ.get("WORLD_SIZE", "1")))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    config.check(world_size)
+    pipeline_layout(config, config.parallel.data_parallel_size(world_size))
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
@@ -39,18 +42,20 @@ def initialize(config: RunConfig) -> ParallelGroups:
     return ParallelGroups.create(config.parallel)
 
 
+@functools.cache
+def pipeline_layout(config: RunConfig, dp_size: int) -> PipelineLayout:
+    """The stages of all pipeline ranks; ValueError where the flags and the model do not fit."""
+    train = config.train
+    micro_batches = train.global_batch_size // (train.micro_batch_size * dp_size)
+    return build_layout(config.parallel, config.model, config.data.seq_length, micro_batches)
+
+
 def build_chunks(config: RunConfig, groups: ParallelGroups) -> list[GLMChunk]:
     """This rank's chunks, sharded over the data ranks, with the weights of (seed, name).
 
     They are cut before they take memory. Where a checkpoint is to be loaded all is zero, vocabulary padding included.
     """
-    parallel, train = config.parallel, config.train
-    if groups.pp.size() > 1:
-        raise ValueError(
-            f"--pipeline-model-parallel-size is {groups.pp.size()}; training runs one stage (1) only so far"
-        )
-    micro_batches = train.global_batch_size // (train.micro_batch_size * groups.dp.size())
-    layout = build_layout(parallel, config.model, config.data.seq_length, micro_batches)
+    layout = pipeline_layout(config, groups.dp.size())
     chunks = []
     for stage in layout.of_rank(groups.pp.rank()):
         with torch.device("meta"):
@@ -58,15 +63,16 @@ def build_chunks(config: RunConfig, groups: ParallelGroups) -> list[GLMChunk]:
                 config.model,
                 stage.layers,
                 groups,
-                parallel,
+                config.parallel,
                 config.kernels,
                 embedding=stage.embedding,
                 head=stage.head,
+                mtp=stage.mtp,
             )
-        shard_chunk(chunk, groups, parallel, train.bf16)
+        shard_chunk(chunk, groups, config.parallel, config.train.bf16)
         chunk.to_empty(device=current_device())
         if config.checkpoint.load is None:
-            initialize_weights(chunk, train.seed)
+            initialize_weights(chunk, config.train.seed)
         else:
             for tensor in (*chunk.parameters(), *chunk.buffers()):
                 local(tensor).detach().zero_()

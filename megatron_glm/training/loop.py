@@ -37,6 +37,8 @@ def train(
     """
     train_iters = total_iterations(config, data)
     check_save_folder(config, progress)
+    if progress.iteration >= train_iters:
+        log(f"nothing to train: iteration {progress.iteration} of {train_iters} is reached")
     iteration_log = IterationLog(config.train.log_file, config.train.log_interval, train_iters)
     while progress.iteration < train_iters:
         start = time.perf_counter()
@@ -48,10 +50,8 @@ def train(
         except FloatingPointError as error:
             raise FloatingPointError(f"iteration {iteration}: {error}") from error
         seconds = time.perf_counter() - start
-        progress.iteration, progress.consumed_samples = (
-            iteration,
-            progress.consumed_samples + config.train.global_batch_size,
-        )
+        progress.iteration = iteration
+        progress.consumed_samples += config.train.global_batch_size
         record: dict[str, Any] = {
             "iteration": iteration,
             "lm_loss": result.loss,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,13 +12,16 @@ from torch import Tensor
 
 from megatron_glm.config import RunConfig
 from megatron_glm.data.packing import IGNORE, PackedBatch
-from megatron_glm.model.glm import GLMChunk
+from megatron_glm.model.glm import ChunkOutput, GLMChunk
 from megatron_glm.model.plan import AttentionPlan
 from megatron_glm.model.router import update_router_biases
 from megatron_glm.parallel.fsdp import reduce_partial_gradients, set_gradient_sync
 from megatron_glm.parallel.groups import ParallelGroups
+from megatron_glm.parallel.pipeline.p2p import Boundary, GroupTransport
+from megatron_glm.parallel.pipeline.runner import Runner
+from megatron_glm.parallel.pipeline.schedule import build_schedule
 from megatron_glm.training.flops import training_flops
-from megatron_glm.training.initialize import current_device
+from megatron_glm.training.initialize import current_device, pipeline_layout
 from megatron_glm.training.optimizer import clip_gradients, gradient_norm
 
 
@@ -53,18 +57,11 @@ def train_step(
         FloatingPointError: if the loss or the gradient is not finite; the weights are then as before the step.
     """
     counts = count(batches, groups, config)
-    loss_sum = torch.zeros((), dtype=torch.float64, device=current_device())
-    for i, batch in enumerate(batches):
-        for chunk in chunks:
-            set_gradient_sync(chunk, i == len(batches) - 1 or config.parallel.grad_sync == "every")
-            for layer_id in set(map(int, chunk.layers)) - set(chunk.layer_ids):
-                # A layer that never runs has nothing to accumulate, and FSDP2 fails if it is told to.
-                chunk.layers[str(layer_id)].set_requires_gradient_sync(True)
-        loss = forward(chunks, batch, groups, config)
-        (loss / max(counts.loss_tokens, 1)).backward()
-        loss_sum += loss.detach()
+    for chunk in chunks:
+        set_sync(chunk, config.parallel.grad_sync == "every")
+    losses = run_micro_batches(chunks, batches, groups, config, divisor=max(counts.loss_tokens, 1))
     reduce_partial_gradients(chunks)
-    mean_loss = sum_losses(loss_sum, groups) / max(counts.loss_tokens, 1)
+    mean_loss = sum_over_ranks(losses, groups)
     grad_norm = gradient_norm(chunks, groups.world)
     if not torch.isfinite(torch.tensor([mean_loss, grad_norm])).all():
         raise FloatingPointError(f"lm loss is {mean_loss} and grad norm {grad_norm}: the step is not taken")
@@ -79,39 +76,99 @@ def train_step(
     return StepResult(mean_loss, grad_norm, counts)
 
 
-def forward(chunks: Sequence[GLMChunk], batch: PackedBatch, groups: ParallelGroups, config: RunConfig) -> Tensor:
-    """Sum of the token losses of a micro-batch on this rank: fp32 scalar."""
-    device = current_device()
-    plan = AttentionPlan.build(
-        config.model,
-        batch.doc_lengths,
-        len(batch.tokens),
-        cp_rank=groups.cp.rank(),
-        cp_size=groups.cp.size(),
-        tp_rank=groups.tp.rank(),
-        tp_size=groups.tp.size(),
-        dense_rows=config.kernels.dense_rows,
-        device=device,
+def run_micro_batches(
+    chunks: Sequence[GLMChunk],
+    batches: Sequence[PackedBatch],
+    groups: ParallelGroups,
+    config: RunConfig,
+    divisor: int = 1,
+    training: bool = True,
+) -> list[Tensor]:
+    """Forward, and backward if `training`, of all micro-batches through the pipeline.
+
+    Returns:
+        the loss sum over `divisor` of each micro-batch, on the ranks of the last stage; elsewhere nothing.
+    """
+    layout, device = pipeline_layout(config, groups.dp.size()), current_device()
+    schedule = build_schedule(
+        layout.pp, layout.chunks, len(batches), config.parallel.microbatch_group_size_per_vp_stage, not training
     )
-    labels = batch.labels.masked_fill(~batch.loss_mask, IGNORE).to(device)
-    hidden, topk, loss = batch.tokens.to(device), None, None
-    for chunk in chunks:
-        hidden, topk, loss = chunk(hidden, plan, topk, labels)
-    return loss
+    total = len(batches[0].tokens)
+    boundary = Boundary(
+        tokens=total // (groups.cp.size() * groups.tp.size()),
+        hidden_size=config.model.hidden_size,
+        dtype=torch.bfloat16 if config.train.bf16 else torch.float32,
+        device=device,
+        topk=min(config.model.index_topk, total),
+        topk_stages=tuple(stage.needs_topk(config.model) for stage in layout.stages),
+    )
+    inputs: dict[int, MicroBatch] = {}  # of the micro-batches that are between this rank's first and last chunk
+
+    def forward(chunk: int, i: int, hidden: Tensor | None, topk: Tensor | None) -> ChunkOutput:
+        if i not in inputs:
+            inputs[i] = MicroBatch.build(batches[i], groups, config, device)
+        tokens, labels, plan = inputs[i]
+        if chunk == len(chunks) - 1:
+            del inputs[i]
+        output = chunks[chunk](tokens if hidden is None else hidden, plan, topk, labels)
+        return output if output.loss is None else output._replace(loss=output.loss / divisor)
+
+    runner = Runner(schedule, groups.pp.rank(), GroupTransport(groups), boundary)
+    selects = [has_selection(batch.doc_lengths, config) for batch in batches]
+    return runner.run(forward, lambda chunk: set_sync(chunks[chunk], True), selects)
+
+
+class MicroBatch(NamedTuple):
+    """What a chunk is given: tokens and labels [T] int64 on the device, and the attention plan."""
+
+    tokens: Tensor
+    labels: Tensor
+    plan: AttentionPlan
+
+    @classmethod
+    def build(cls, batch: PackedBatch, groups: ParallelGroups, config: RunConfig, device: torch.device) -> MicroBatch:
+        plan = AttentionPlan.build(
+            config.model,
+            batch.doc_lengths,
+            len(batch.tokens),
+            cp_rank=groups.cp.rank(),
+            cp_size=groups.cp.size(),
+            tp_rank=groups.tp.rank(),
+            tp_size=groups.tp.size(),
+            dense_rows=config.kernels.dense_rows,
+            device=device,
+        )
+        labels = batch.labels.masked_fill(~batch.loss_mask, IGNORE)
+        return cls(batch.tokens.to(device), labels.to(device), plan)
+
+
+def has_selection(doc_lengths: tuple[int, ...], config: RunConfig) -> bool:
+    """Whether the plan of these documents has sparse rows; every stage must know before it receives."""
+    all_dense = config.kernels.dense_rows == "auto" and 0 < max(doc_lengths, default=0) <= config.model.index_topk
+    return not all_dense
+
+
+def set_sync(chunk: GLMChunk, sync: bool) -> None:
+    """Reduce gradients over the data ranks in the chunk's next backward, or keep accumulating."""
+    set_gradient_sync(chunk, sync)
+    for layer_id in set(map(int, chunk.layers)) - set(chunk.layer_ids):
+        # A layer that never runs has nothing to accumulate, and FSDP2 fails if it is told to.
+        chunk.layers[str(layer_id)].set_requires_gradient_sync(True)
 
 
 def count(batches: Sequence[PackedBatch], groups: ParallelGroups, config: RunConfig) -> StepCounts:
     """Counts of the whole step: one all-reduce of host integers."""
     lengths = [length for batch in batches for length in batch.doc_lengths]
     mine = [sum(batch.loss_tokens for batch in batches), sum(lengths), training_flops(config.model, lengths)]
-    totals = torch.tensor(mine, dtype=torch.int64)
+    speaks = groups.tp_cp.rank() == 0 and groups.pp.rank() == 0  # the ranks of one replica have the same batches
+    totals = torch.tensor(mine if speaks else [0, 0, 0], dtype=torch.int64)
     dist.all_reduce(totals, group=groups.gloo_world)
-    totals //= groups.world.size() // groups.dp.size()  # the other ranks of a replica count the same batches
     return StepCounts(*totals.tolist())
 
 
-def sum_losses(loss_sum: Tensor, groups: ParallelGroups) -> float:
-    """Loss sum of all ranks, each token once; a loss is the same on all tensor-parallel ranks."""
-    total = loss_sum / groups.tp.size()
+def sum_over_ranks(losses: Sequence[Tensor], groups: ParallelGroups) -> float:
+    """Sum of the losses of all ranks, each token once; a loss is the same on all tensor-parallel ranks."""
+    total = sum((loss.double() for loss in losses), torch.zeros((), dtype=torch.float64, device=current_device()))
+    total = total / groups.tp.size()
     dist.all_reduce(total, group=groups.world)
     return total.item()

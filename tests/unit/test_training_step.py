@@ -16,11 +16,12 @@ from megatron_glm.config import (
     TrainConfig,
 )
 from megatron_glm.data.packing import build_batch
+from megatron_glm.model.plan import AttentionPlan
 from megatron_glm.parallel.fsdp import local
 from megatron_glm.training.evaluate import evaluate
 from megatron_glm.training.initialize import build_chunks, initialize
 from megatron_glm.training.optimizer import build_optimizer
-from megatron_glm.training.step import forward, train_step
+from megatron_glm.training.step import has_selection, run_micro_batches, train_step
 
 SEQ = 24
 MODEL = ModelConfig.from_hf(
@@ -116,8 +117,7 @@ def test_loss_and_gradients_do_not_depend_on_accumulation(groups):
 def test_the_loss_is_the_mean_over_tokens_not_over_micro_batches(groups):
     config = run_config(optimizer=NO_CLIP)
     chunks = build_chunks(config, groups)
-    with torch.no_grad():
-        sums = [forward(chunks, batch, groups, config).item() for batch in batches(1)]
+    sums = [loss.item() for loss in run_micro_batches(chunks, list(batches(1)), groups, config, training=False)]
     counts = [batch.loss_tokens for batch in batches(1)]
     assert len(set(counts)) > 2
     result, _ = gradients(groups, batches(1), config)
@@ -181,8 +181,7 @@ def test_routing_counts_are_exact_and_move_the_bias(groups, recompute):
     rate = 0.25
     config = run_config(parallel=parallel, optimizer=OptimizerConfig(moe_router_bias_update_rate=rate))
     chunks = build_chunks(config, groups)
-    for batch in batches(1):
-        forward(chunks, batch, groups, config).backward()
+    run_micro_batches(chunks, list(batches(1)), groups, config)
     routers = chunks[0].routers()
     assert len(routers) == 2
     tokens = sum(len(ids) for pack in packs() for ids, _ in pack)
@@ -226,3 +225,11 @@ def test_bf16_computes_in_bf16_and_keeps_fp32_masters(groups):
     assert result.loss != exact.loss and result.loss == pytest.approx(exact.loss, rel=1e-2)
     assert all(gradient.dtype == torch.float32 for gradient in grads.values())
     assert {local(p).dtype for p in build_chunks(config, groups)[0].parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("dense_rows", ["auto", "off"])
+def test_every_stage_knows_whether_a_selection_is_coming(dense_rows):
+    config = run_config(kernels=KernelConfig(dense_rows=dense_rows))
+    for lengths in ((), (1,), (4,), (5,), (4, 4), (2, 5)):
+        plan = AttentionPlan.build(MODEL, lengths, SEQ, dense_rows=dense_rows)
+        assert has_selection(lengths, config) == (plan.sparse is not None)
