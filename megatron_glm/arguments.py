@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+import torch
+
 from megatron_glm.config import (
     CheckpointConfig,
     DataConfig,
@@ -124,6 +126,8 @@ def resolve(flags: argparse.Namespace) -> RunConfig:
         name: section(**{f.name: given[f.name] for f in dataclasses.fields(section) if f.name in given})
         for name, section in SECTIONS.items()
     }
+    if "attention_backend" not in given and torch.cuda.is_available():
+        sections["kernels"] = dataclasses.replace(sections["kernels"], attention_backend="cudnn")
     load, source = sections["checkpoint"].load, given.get("hf_config")
     checkpoint = None if load is None else _latest_checkpoint(load)
     if source is None and checkpoint is None:

@@ -140,7 +140,9 @@ class ParallelConfig(Section):
 
 @dataclass(frozen=True)
 class KernelConfig(Section):
-    attention_backend: Literal["torch"] = option("torch", "implementation of the sparse attention and the indexer")
+    attention_backend: Literal["torch", "cudnn", "tilelang"] = option(
+        "torch", "implementation of the attention and the indexer; on a GPU the default is cudnn"
+    )
     dense_rows: Literal["auto", "off"] = option(
         "auto", "auto: rows that see no more than index_topk keys skip the selection and run as dense attention"
     )
@@ -255,6 +257,11 @@ class RunConfig:
         self.train.check(self.data.seq_length, self.parallel, world_size)
         self.optimizer.check(self.train.train_iters)
         self.checkpoint.check()
+        if self.kernels.attention_backend != "torch" and not self.train.bf16:
+            raise ValueError(
+                f"--attention-backend {self.kernels.attention_backend} computes in bfloat16: give --bf16, or "
+                "--attention-backend torch"
+            )
         if not self.data.data_path:
             raise ValueError("--data-path is required")
         if self.data.seq_length > self.model.max_position_embeddings:

@@ -51,7 +51,8 @@ class Indexer(nn.Module):
         # fp32, because a rounded head weight moves the selection. The scale of the scores is positive, so it passes
         # through the relu and is folded in here.
         weight = F.linear(x[rows].float(), self.weights_proj.weight.float()) * (self.n_heads * self.head_dim) ** -0.5
-        selected = index_topk(query, key, weight, plan.sparse.start, plan.sparse.end, plan.slots, self.backend)
+        ranges = plan.sparse.start, plan.sparse.end
+        selected = index_topk(query, key, weight, *ranges, plan.slots, self.backend, plan.sparse.segments)
         topk = selected.new_full((x.shape[0], plan.slots), -1).index_copy_(0, rows, selected)
         return gather_values(topk, self.tp)
 

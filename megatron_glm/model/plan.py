@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_glm.model_config import ModelConfig
+from megatron_glm.ops.indexer import key_segments
 from megatron_glm.ops.rope import rope_tables
 from megatron_glm.parallel.collectives import PackOrder
 from megatron_glm.parallel.context import pack_order, zigzag_ranges, zigzag_rows
@@ -32,6 +33,7 @@ class SparseRows:
     shard_rows: Tensor  # int64 [m], those of the sequence shard, counted within the shard
     start: Tensor  # int32 [m], their range of pack positions
     end: Tensor  # int32 [m]
+    segments: list[int]  # the same ranges on the host, as `ops.indexer.key_segments` describes them
 
 
 @dataclass(frozen=True)
@@ -144,12 +146,14 @@ def _sparse_rows(
     rows = sparse.nonzero().flatten()
     shard_rows = sparse[shard].nonzero().flatten()
     first = start[shard][shard_rows]
+    last = first + position[shard][shard_rows] + 1
     return SparseRows(
         rows=rows.to(device),
         length=(position[rows] + 1).clamp(max=index_topk).int().to(device),
         shard_rows=shard_rows.to(device),
         start=first.int().to(device),
-        end=(first + position[shard][shard_rows] + 1).int().to(device),
+        end=last.int().to(device),
+        segments=key_segments(first, last),
     )
 
 

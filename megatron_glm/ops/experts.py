@@ -27,8 +27,10 @@ def _gated(gate_up: Tensor) -> Tensor:
 
 
 def _grouped(rows: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    from megatron_glm.ops.swiglu import swiglu  # needs Triton, which a CPU-only torch has not
+
     ends = counts.cumsum(0).to(torch.int32)
-    hidden = _gated(F.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends))
+    hidden = swiglu(F.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends))
     return F.grouped_mm(hidden, down.transpose(1, 2), offs=ends)
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron_glm.config import RunConfig
 from megatron_glm.model.glm import GLMChunk
 from megatron_glm.model.init import initialize_weights
+from megatron_glm.ops import backends
 from megatron_glm.parallel.fsdp import local, shard_chunk
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.pipeline.layout import PipelineLayout, build_layout
@@ -31,6 +32,9 @@ def initialize(config: RunConfig) -> ParallelGroups:
     pipeline_layout(config, config.parallel.data_parallel_size(world_size))
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    kernels = config.kernels
+    backends.check(kernels.attention_backend, config.model, config.parallel.tensor_model_parallel_size)
+    backends.load(kernels.attention_backend, kernels.dense_rows)
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         if "RANK" in os.environ:

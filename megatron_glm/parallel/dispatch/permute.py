@@ -44,6 +44,17 @@ class RowMap:
         return self.slot // self.position.shape[1]
 
 
+def _one_pass(x: Tensor) -> bool:
+    """Whether the Triton kernels serve x; they sum as the code here does, without its temporaries."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float32)
+
+
+def _fused():
+    from megatron_glm.parallel.dispatch import fused  # needs Triton, which a CPU-only torch has not
+
+    return fused
+
+
 def gather(x: Tensor, rows: RowMap) -> Tensor:
     """x [t, D] -> [n, D], the token behind each row. Outside autograd; `accumulate` is its transpose."""
     return x.index_select(0, rows.token)
@@ -58,6 +69,8 @@ def _slot_rows(source: Tensor, position: Tensor) -> Tensor:
 
 def accumulate(source: Tensor, rows: RowMap, weights: Tensor | None = None) -> Tensor:
     """source [n, D], weights [t, S] fp32 -> [t, D]: the (weighted) sum of each token's rows. Outside autograd."""
+    if _one_pass(source):
+        return _fused().sum_rows(source, rows.position, weights)
     t, slots = rows.position.shape
     total = source.new_zeros(t, source.shape[1], dtype=torch.promote_types(source.dtype, torch.float32))
     for k in range(slots):
@@ -88,6 +101,8 @@ class _Unpermute(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         source, weights = ctx.saved_tensors
         rows, grad_source, grad_weights = ctx.rows, None, None
+        if _one_pass(source):
+            return *_fused().scatter_grad(grad, source, weights, rows.position, rows.slot), None
         if ctx.needs_input_grad[0]:
             used = weights.masked_fill(rows.position < 0, 0).flatten()
             # In place: a bf16 row times its fp32 weight is rounded once and needs no fp32 copy of all rows.

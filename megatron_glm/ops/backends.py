@@ -1,0 +1,81 @@
+"""The implementations of the attention ops (`--attention-backend`): what each needs, and the import of the chosen one.
+
+The torch reference is always there. The others are imported by `load`, once, at start; an op that is called with a
+backend that was not loaded fails.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.util import find_spec
+
+import torch
+
+from megatron_glm.config import ModelConfig
+from megatron_glm.ops import dense_mla, indexer, sparse_mla
+
+DENSE = {"cudnn": "nvidia-cudnn-frontend"}  # module -> package; dense rows run on cuDNN with either GPU backend
+PACKAGES = {
+    "torch": {},
+    "cudnn": DENSE | {"cutlass": "nvidia-cutlass-dsl", "flash_mla": "tokenspeed-flashmla or sgl-flash-mla"},
+    "tilelang": {"tilelang": "tilelang", "tvm_ffi": "apache-tvm-ffi", "z3": "z3-solver"},
+}
+
+
+def lacking(backend: str, dense_rows: str = "off") -> list[str]:
+    """What `backend` needs and this machine does not have, in words; empty if it can run."""
+    if backend == "torch":
+        return []
+    packages = PACKAGES[backend] | (DENSE if dense_rows == "auto" else {})
+    missing = [package for module, package in packages.items() if find_spec(module) is None]
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        missing.append("a Hopper GPU")
+    return missing
+
+
+def load(backend: str, dense_rows: str = "auto") -> None:
+    """Import `backend` and enter its functions into the tables of the ops.
+
+    Raises:
+        ValueError: if something is missing; it lists every choice and what that lacks.
+    """
+    if lacking(backend, dense_rows):
+        raise ValueError(f"--attention-backend {backend} cannot run here: {_choices(dense_rows)}")
+    if backend == "torch":
+        return
+    try:
+        module = importlib.import_module(f"megatron_glm.ops.{backend}")
+        dense = importlib.import_module("megatron_glm.ops.cudnn_dense") if dense_rows == "auto" else None
+    except ImportError as error:
+        raise ValueError(
+            f"--attention-backend {backend}: its packages are here but fail to import ({error}); {_choices(dense_rows)}"
+        ) from error
+    indexer.BACKENDS[backend] = module.index_topk
+    sparse_mla.BACKENDS[backend] = (module.sparse_mla, module.sparse_mla_backward)
+    if backend == "cudnn":
+        indexer.PLANNED_ON_HOST.add(backend)
+    if dense is not None:
+        dense_mla.BACKENDS[backend] = (dense.dense_mla, dense.dense_mla_backward)
+
+
+def check(backend: str, model: ModelConfig, tensor_parallel: int) -> None:
+    """Raises ValueError where `backend` cannot serve the model's shape on `tensor_parallel` ranks."""
+    if backend == "torch":
+        return
+    served = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 32}
+    for name, size in served.items():
+        if getattr(model, name) != size:
+            raise ValueError(
+                f"--attention-backend {backend} serves {name} {size}, not {getattr(model, name)}; torch serves any"
+            )
+    heads = model.num_attention_heads // tensor_parallel
+    if heads > 128 or model.index_topk > 2048:
+        raise ValueError(
+            f"--attention-backend {backend} serves up to 128 heads a rank and index_topk 2048, not {heads} heads and "
+            f"{model.index_topk}; torch serves any"
+        )
+
+
+def _choices(dense_rows: str) -> str:
+    lacks = {name: lacking(name, dense_rows) for name in PACKAGES}
+    return "; ".join(f"{name} lacks {', '.join(lack) if lack else 'nothing'}" for name, lack in lacks.items())

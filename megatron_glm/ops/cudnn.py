@@ -1,0 +1,268 @@
+"""Sparse attention and key selection by libraries: cuDNN-frontend's DSA kernels and FlashMLA, on Hopper in bf16.
+
+Importing this module imports the packages. `backends.py` does it when the backend is chosen.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from cudnn import DSA
+from flash_mla import flash_mla_sparse_fwd
+from torch import Tensor
+
+from megatron_glm.ops.indexer import key_segments
+
+SCORE_BYTES = 1 << 30  # score buffer and scratch of one call
+BYTES_A_SCORE = 12  # an fp32 score and the two int32 words that the top-k kernel wants beside it
+ROW_STEP, WIDTH_STEP = 64, 4096  # shapes are rounded up, so that few kernels are compiled and few plans kept
+ELEMENTS = 1 << 31  # the libraries count elements in int32: no tensor of one call reaches this
+LATENT, ROPE = 512, 64
+# Of the two wheels one asks for this on SM90, the other does not know it.
+LEGACY = {"use_legacy": True} if "use_legacy" in inspect.signature(flash_mla_sparse_fwd).parameters else {}
+
+
+# ---- selection of keys -------------------------------------------------------------------------------------------
+
+
+class ScoreCall(NamedTuple):
+    """One launch of the score and top-k kernels: rows [begin, end), split over the key ranges `cu_keys`."""
+
+    begin: int
+    end: int
+    longest: int  # rows of its largest piece
+    width: int  # columns of the score buffer
+    shifted: bool  # some keys do not start at position 0
+    short: bool  # some row has fewer keys than slots
+    cu_rows: Tensor  # int32 [pieces + 1], rows of each piece, cumulative
+    cu_keys: Tensor  # int32 [pieces + 1], where the keys of each piece begin in the pack
+    first: Tensor  # int32 [pieces], keys before the last one that a piece's first row sees
+    lengths: Tensor  # int32 [rows rounded up], keys that each row sees; 0 on the added rows
+    top_k: DSA.IndexerTopK
+
+    @property
+    def rows(self) -> int:
+        return self.lengths.numel()
+
+
+def index_topk(
+    iq: Tensor, ik: Tensor, w: Tensor, start: Tensor, end: Tensor, k: int, segments: list[int] | None = None
+) -> Tensor:
+    """`ops.indexer.index_topk`; scores are fp32 sums of bf16 products, one chunk of rows at a time.
+
+    segments: `key_segments(start, end)` from a caller who knows it on the host; without it the device is waited for.
+    """
+    heads, dim = iq.shape[1:]
+    if heads not in (16, 32, 64) or dim != 128 or not 0 < k <= 2048:
+        raise ValueError(
+            f"--attention-backend cudnn scores 16, 32 or 64 index heads of 128 and selects up to 2048 keys, not "
+            f"index_n_heads {heads} of index_head_dim {dim} and index_topk {k}; choose another backend"
+        )
+    _require_bf16(iq, ik)
+    if segments is None:
+        segments = key_segments(start, end)
+    # A call may write -1 into the rows that were added to it; the calls after it run later and overwrite them.
+    selected = torch.full((iq.shape[0] + ROW_STEP, k), -1, dtype=torch.int32, device=iq.device)
+    calls = _score_calls(tuple(segments), k, iq.device)
+    if calls:
+        size = max(call.rows * call.width for call in calls)
+        scores = torch.empty(size, dtype=torch.float32, device=iq.device)
+        scratch = torch.empty(2 * size, dtype=torch.int32, device=iq.device).view(torch.uint8)
+        for call in calls:
+            _select(call, iq, ik, w, start, k, scores, scratch, selected)
+    return selected[: iq.shape[0]]
+
+
+def _select(
+    call: ScoreCall,
+    iq: Tensor,
+    ik: Tensor,
+    w: Tensor,
+    start: Tensor,
+    k: int,
+    scores: Tensor,
+    scratch: Tensor,
+    out: Tensor,
+) -> None:
+    rows = slice(call.begin, call.end)
+    scores = scores[: call.rows * call.width].view(call.rows, call.width)
+    DSA.indexer_forward_wrapper(
+        iq[rows],
+        ik.unsqueeze(1),
+        w[rows],
+        ratio=1,
+        out=scores[: call.end - call.begin],
+        cu_seqlens_q=call.cu_rows,
+        cu_seqlens_k=call.cu_keys,
+        max_seqlen_q=call.longest,
+        max_seqlen_k=call.width,
+        q_causal_offsets=call.first,
+    )
+    index = out[call.begin : call.begin + call.rows]
+    call.top_k.execute(scores, call.lengths, out_indices=index, workspace=scratch)
+    if call.shifted:  # from columns to pack positions
+        index = out[rows]
+        index += start[rows].unsqueeze(1)
+        if call.short:
+            slot = torch.arange(k, dtype=torch.int32, device=out.device)
+            index.masked_fill_(slot >= call.lengths[: index.shape[0]].unsqueeze(1), -1)
+
+
+@lru_cache(maxsize=8)
+def _score_calls(segments: tuple[int, ...], k: int, device: torch.device) -> list[ScoreCall]:
+    """The calls for `segments`, with their arrays on the device; kept, since all layers of a micro-batch share them."""
+    groups: list[list[tuple[int, int, int, int]]] = []
+    for piece in _pieces(segments):
+        if not groups or not _fits(groups[-1], piece):
+            groups.append([])
+        groups[-1].append(piece)
+    arrays, calls = [], []
+    for pieces in groups:
+        lengths = [torch.arange(e - (r1 - r0) + 1, e + 1) - b for r0, r1, b, e in pieces]
+        begin, end = pieces[0][0], pieces[-1][1]
+        arrays += [
+            torch.tensor([r0 - begin for r0, *_ in pieces] + [end - begin]),
+            torch.tensor([b for _, _, b, _ in pieces] + [pieces[-1][3]]),
+            torch.tensor([e - (r1 - r0) - b for r0, r1, b, e in pieces]),
+            F.pad(torch.cat(lengths), (0, _rows(pieces) - (end - begin))),
+        ]
+        shifted, short = any(b for _, _, b, _ in pieces), any(int(x[0]) < k for x in lengths)
+        calls.append((begin, end, max(r1 - r0 for r0, r1, *_ in pieces), _width(pieces), shifted, short))
+    if not calls:
+        return []
+    # One copy that nothing waits for. Each array is 16-byte aligned.
+    padded = [F.pad(a.int(), (0, -a.numel() % 4)) for a in arrays]
+    parts = torch.cat(padded).pin_memory().to(device, non_blocking=True).split([a.numel() for a in padded])
+    parts = [part[: a.numel()] for part, a in zip(parts, arrays, strict=True)]
+    arrays = [parts[i : i + 4] for i in range(0, len(parts), 4)]
+    return [ScoreCall(*call, *own, _top_k(own[-1], call[3], k)) for call, own in zip(calls, arrays, strict=True)]
+
+
+def _top_k(lengths: Tensor, width: int, k: int) -> DSA.IndexerTopK:
+    """The class and not its wrapper, which would keep a plan of every shape it ever saw."""
+    scores = torch.empty(lengths.numel(), width, device=lengths.device)
+    top_k = DSA.IndexerTopK(scores, lengths, k, return_val=False, deterministic=True)
+    top_k.check_support()
+    top_k.compile()
+    return top_k
+
+
+def _pieces(segments: tuple[int, ...]):
+    """Segments, those that outgrow a score buffer cut by rows: (row begin, row end, key begin, key end)."""
+    budget = SCORE_BYTES // BYTES_A_SCORE
+    for i in range(0, len(segments), 4):
+        row, row_end, begin, end = segments[i : i + 4]
+        while row < row_end:
+            seen = end - (row_end - row) - begin  # keys that the row before this one sees
+            most = (math.isqrt((seen + WIDTH_STEP) ** 2 + 4 * budget) - seen - WIDTH_STEP) // 2  # n * (seen + n) fits
+            rows = min(row_end - row, max(ROW_STEP, most // ROW_STEP * ROW_STEP))
+            yield row, row + rows, begin, begin + seen + rows
+            row += rows
+
+
+def _fits(pieces: list[tuple[int, int, int, int]], piece: tuple[int, int, int, int]) -> bool:
+    """Whether a piece can join a call: rows that follow, keys after all of the call's keys, and room for both."""
+    joined = [*pieces, piece]
+    small = _rows(joined) * _width(joined) * BYTES_A_SCORE <= SCORE_BYTES
+    return pieces[-1][1] == piece[0] and pieces[-1][3] <= piece[2] and small
+
+
+def _rows(pieces: list[tuple[int, int, int, int]]) -> int:
+    return -(-(pieces[-1][1] - pieces[0][0]) // ROW_STEP) * ROW_STEP
+
+
+def _width(pieces: list[tuple[int, int, int, int]]) -> int:
+    return max(-(-(end - begin) // WIDTH_STEP) * WIDTH_STEP for _, _, begin, end in pieces)
+
+
+# ---- attention to selected keys ----------------------------------------------------------------------------------
+
+
+def sparse_mla(q: Tensor, kv: Tensor, idx: Tensor, length: Tensor, v_dim: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Forward of `ops.sparse_mla.sparse_mla` by FlashMLA."""
+    rows, heads = q.shape[:2]
+    padded = _served_heads(q, kv, v_dim)
+    if rows == 0:
+        return q.new_empty(0, heads, v_dim), torch.empty(0, heads, device=q.device)
+    idx = _pad_slots(idx)
+    calls = [
+        flash_mla_sparse_fwd(
+            _pad_heads(q[part], padded),
+            kv.unsqueeze(1),
+            idx[part].unsqueeze(1),
+            scale,
+            v_dim,
+            None,
+            length[part],
+            **LEGACY,
+        )
+        for part in _row_chunks(rows, padded)
+    ]
+    out, _, lse = calls[0] if len(calls) == 1 else (torch.cat(x) for x in zip(*calls, strict=True))
+    lse.masked_fill_((length == 0).unsqueeze(1), float("-inf"))  # FlashMLA says +inf
+    return (out, lse) if padded == heads else (out[:, :heads].contiguous(), lse[:, :heads].contiguous())
+
+
+def sparse_mla_backward(
+    grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, idx: Tensor, length: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Backward of `ops.sparse_mla.sparse_mla` by cuDNN. Sums into kv's gradient by atomics: last bits vary by run."""
+    rows, heads = q.shape[:2]
+    padded = _served_heads(q, kv, out.shape[-1])
+    if rows == 0:
+        return torch.zeros_like(q), torch.zeros_like(kv)
+    idx = _pad_slots(idx)
+    sink = torch.full((padded,), float("-inf"), device=q.device)
+    # +inf makes every probability of the row exactly 0.
+    lse = F.pad(lse.masked_fill((length == 0).unsqueeze(1), float("inf")), (0, padded - heads), value=float("inf"))
+    grads_q, grad_kv = [], None
+    for part in _row_chunks(rows, padded):
+        rest = (_pad_heads(x[part], padded) for x in (out, grad))
+        queries = _pad_heads(q[part], padded)
+        result = DSA.sparse_attention_backward_wrapper(
+            queries, kv, *rest, lse[part], sink, idx[part], softmax_scale=scale, topk_length=length[part]
+        )
+        grads_q.append(result["dq"] if padded == heads else result["dq"][:, :heads])
+        grad_kv = result["dkv"] if grad_kv is None else grad_kv.float() + result["dkv"]
+    grad_q = grads_q[0].contiguous() if len(grads_q) == 1 else torch.cat(grads_q)
+    return grad_q, grad_kv.to(kv.dtype)
+
+
+def _require_bf16(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        if tensor.dtype != torch.bfloat16:
+            raise ValueError(f"--attention-backend cudnn computes in bfloat16 (--bf16), not {tensor.dtype}")
+
+
+def _served_heads(q: Tensor, kv: Tensor, v_dim: int) -> int:
+    """Heads that the kernels run for q's: fewer are padded, since 32 and odd counts have failed in some versions."""
+    _require_bf16(q, kv)
+    heads, dim = q.shape[1:]
+    if (v_dim, dim) != (LATENT, LATENT + ROPE):
+        raise ValueError(
+            f"--attention-backend cudnn serves kv_lora_rank {LATENT} with qk_rope_head_dim {ROPE}, not {v_dim} with "
+            f"{dim - v_dim}; choose another backend"
+        )
+    if heads > 128:
+        raise ValueError(f"--attention-backend cudnn serves up to 128 attention heads a rank, not {heads}")
+    return 64 if heads <= 64 else 128
+
+
+def _pad_heads(x: Tensor, heads: int) -> Tensor:
+    """x [t, h, d] with zero heads up to `heads`."""
+    return x if x.shape[1] == heads else F.pad(x, (0, 0, 0, heads - x.shape[1]))
+
+
+def _pad_slots(idx: Tensor) -> Tensor:
+    """idx [t, K] with -1 up to a multiple of 128 slots."""
+    return idx if idx.shape[1] % 128 == 0 else F.pad(idx, (0, -idx.shape[1] % 128), value=-1)
+
+
+def _row_chunks(rows: int, heads: int) -> list[slice]:
+    step = (ELEMENTS - 1) // (heads * (LATENT + ROPE)) // 1024 * 1024
+    return [slice(begin, begin + step) for begin in range(0, rows, step)]

@@ -1,0 +1,193 @@
+"""Dense causal attention over segments of packed rows: cuDNN's SDPA on ragged tensors, forward and backward."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import cudnn
+import torch
+from torch import Tensor
+
+BF16, FP32, INT32, INT64 = (getattr(cudnn.data_type, name) for name in ("BFLOAT16", "FLOAT", "INT32", "INT64"))
+UIDS = {
+    name: uid
+    for uid, name in enumerate("q k v o stats grad dq dk dv rows keys q_at k_at v_at o_at stats_at".split(), start=1)
+}
+
+
+class Segments(NamedTuple):
+    """Segments as cuDNN reads them: `batch` sequences, the ones past the real number empty."""
+
+    batch: int
+    longest: tuple[int, int]  # rows, keys of one sequence, rounded up
+    total: tuple[int, int]  # rows, keys of all of them, rounded up
+    rectangular: bool  # some segment has more keys than rows
+    gather: Tensor | None  # int64: keys in the order of the segments, where two segments share keys or some are unused
+    rows_used: int
+    arrays: dict[str, Tensor]  # lengths int32 [batch] and offsets int64 [batch + 1], in elements
+
+
+def dense_mla(q: Tensor, k: Tensor, v: Tensor, segments: list[int], scale: float) -> tuple[Tensor, Tensor]:
+    """Forward of `ops.dense_mla.dense_mla`."""
+    plan = _plan(tuple(segments), k.shape[0], q.shape[1], q.shape[2], v.shape[2], q.device)
+    shape = (*q.shape[:2], v.shape[2])
+    if plan is None or plan.rows_used < q.shape[0]:
+        out, lse = q.new_zeros(shape), torch.full(shape[:2], float("-inf"), device=q.device)
+    else:
+        out, lse = q.new_empty(shape), torch.empty(shape[:2], device=q.device)
+    if plan is not None:
+        k, v = _gathered(plan, k, v)
+        graph = _graph(
+            False, plan.batch, plan.longest, plan.total, plan.rectangular, shape[1], q.shape[2], shape[2], scale
+        )
+        _execute(graph, plan, q=q.contiguous(), k=k, v=v, o=out, stats=lse)
+    return out, lse
+
+
+def dense_mla_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: list[int], scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Backward of `ops.dense_mla.dense_mla`."""
+    plan = _plan(tuple(segments), k.shape[0], q.shape[1], q.shape[2], v.shape[2], q.device)
+    if plan is None:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    q = q.contiguous()
+    grad_q = torch.empty_like(q) if plan.rows_used == q.shape[0] else torch.zeros_like(q)
+    keys, values = _gathered(plan, k, v)
+    grad_k, grad_v = torch.empty_like(keys), torch.empty_like(values)
+    graph = _graph(True, plan.batch, plan.longest, plan.total, plan.rectangular, *q.shape[1:], v.shape[2], scale)
+    _execute(graph, plan, q=q, k=keys, v=values, o=out, stats=lse, grad=grad, dq=grad_q, dk=grad_k, dv=grad_v)
+    if plan.gather is not None:
+        grad_k, grad_v = (
+            torch.zeros(x.shape, device=x.device).index_add_(0, plan.gather, g.float()).to(x.dtype)
+            for x, g in ((k, grad_k), (v, grad_v))
+        )
+    return grad_q, grad_k, grad_v
+
+
+def _gathered(plan: Segments, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.contiguous() if plan.gather is None else x.index_select(0, plan.gather) for x in tensors)
+
+
+def _round_up(number: int, minimum: int) -> int:
+    """The next power of two: few sizes, so that few graphs are ever built."""
+    return max(minimum, 1 << (number - 1).bit_length())
+
+
+@lru_cache(maxsize=8)
+def _plan(
+    segments: tuple[int, ...], n_keys: int, heads: int, dim: int, v_dim: int, device: torch.device
+) -> Segments | None:
+    """None without any row. Kept, since all layers of a micro-batch share it."""
+    parts = [segments[i : i + 4] for i in range(0, len(segments), 4)]
+    parts = [part for part in parts if part[1] > part[0]]
+    if not parts:
+        return None
+    rows = [end - begin for begin, end, *_ in parts]
+    keys = [end - begin for *_, begin, end in parts]
+    in_place = parts[0][2] == 0 and parts[-1][3] == n_keys and all(a[3] == b[2] for a, b in pairwise(parts))
+    gather = None if in_place else torch.cat([torch.arange(begin, end) for *_, begin, end in parts])
+    batch = _round_up(len(parts), 4)
+    fill = batch - len(parts)
+    row_at = torch.tensor([part[0] for part in parts] + [parts[-1][1]] * (fill + 1))
+    key_at = torch.cat((torch.zeros(1).long(), torch.tensor(keys + [0] * fill).cumsum(0)))
+    lengths = torch.tensor([rows + [0] * fill, keys + [0] * fill])
+    widths = {"q_at": dim, "k_at": dim, "v_at": v_dim, "o_at": v_dim, "stats_at": 1}
+    offsets = [heads * width * (key_at if name in ("k_at", "v_at") else row_at) for name, width in widths.items()]
+    arrays = dict(zip(widths, _upload(torch.stack(offsets), device), strict=True))
+    arrays |= dict(zip(("rows", "keys"), _upload(lengths.int(), device), strict=True))
+    return Segments(
+        batch=batch,
+        longest=(_round_up(max(rows), 512), _round_up(max(keys), 512)),
+        total=(_round_up(sum(rows), 1024), _round_up(sum(keys), 1024)),
+        rectangular=rows != keys,
+        gather=None if gather is None else _upload(gather, device),
+        rows_used=sum(rows),
+        arrays=arrays,
+    )
+
+
+def _upload(x: Tensor, device: torch.device) -> Tensor:
+    return x.pin_memory().to(device, non_blocking=True)
+
+
+@lru_cache(maxsize=1)
+def _handle(device: int) -> cudnn.Handle:
+    return cudnn.create_handle()
+
+
+@lru_cache(maxsize=128)
+def _graph(
+    backward: bool,
+    batch: int,
+    longest: tuple[int, int],
+    total: tuple[int, int],
+    rectangular: bool,
+    heads: int,
+    dim: int,
+    v_dim: int,
+    scale: float,
+) -> cudnn.pygraph:
+    """A compiled graph; which rows are whose is in the arrays, so that new lengths need no new graph."""
+    graph = cudnn.pygraph(
+        io_data_type=BF16,
+        intermediate_data_type=FP32,
+        compute_data_type=FP32,
+        handle=_handle(torch.cuda.current_device()),
+    )
+
+    def array(name: str, kind) -> cudnn.tensor:
+        length = batch + (kind == INT64)
+        return graph.tensor(name=name, uid=UIDS[name], dim=(length, 1, 1, 1), stride=(1, 1, 1, 1), data_type=kind)
+
+    offsets = {name: array(name + "_at", INT64) for name in ("q", "k", "v", "o", "stats")}
+    sizes = {"q": (longest[0], dim), "k": (longest[1], dim), "v": (longest[1], v_dim), "o": (longest[0], v_dim)}
+
+    def layout(like: str) -> dict:
+        length, width = sizes[like] if like in sizes else (longest[0], 1)
+        stride = (length * heads * width, width, heads * width, 1)
+        return {"dim": (batch, heads, length, width), "stride": stride, "ragged_offset": offsets[like]}
+
+    def tensor(name: str, like: str, kind=BF16):
+        return graph.tensor(name=name, uid=UIDS[name], data_type=kind, **layout(like))
+
+    def output(x, name: str, like: str, kind=BF16) -> None:
+        given = layout(like)
+        x.set_output(True).set_uid(UIDS[name]).set_data_type(kind)
+        x.set_dim(given["dim"]).set_stride(given["stride"]).set_ragged_offset(given["ragged_offset"])
+
+    align = cudnn.diagonal_alignment.BOTTOM_RIGHT if rectangular else cudnn.diagonal_alignment.TOP_LEFT
+    options = dict(
+        attn_scale=scale,
+        use_padding_mask=True,
+        seq_len_q=array("rows", INT32),
+        seq_len_kv=array("keys", INT32),
+        max_total_seq_len_q=total[0],
+        max_total_seq_len_kv=total[1],
+        diagonal_alignment=align,
+        diagonal_band_right_bound=0,
+    )
+    q, k, v = (tensor(name, name) for name in "qkv")
+    if backward:
+        o, grad, stats = tensor("o", "o"), tensor("grad", "o"), tensor("stats", "stats", FP32)
+        grads = graph.sdpa_backward(q=q, k=k, v=v, o=o, dO=grad, stats=stats, **options)
+        for x, name, like in zip(grads, ("dq", "dk", "dv"), "qkv", strict=True):
+            output(x, name, like)
+    else:
+        o, stats = graph.sdpa(q=q, k=k, v=v, generate_stats=True, **options)
+        output(o, "o", "o")
+        output(stats, "stats", "stats", FP32)
+    graph.build([cudnn.heur_mode.A])
+    return graph
+
+
+def _execute(graph: cudnn.pygraph, plan: Segments, **tensors: Tensor) -> None:
+    device = tensors["q"].device
+    handle = _handle(device.index)
+    cudnn.set_stream(handle, torch.cuda.current_stream(device).cuda_stream)
+    workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=device)
+    # Addresses: cuDNN reads the shapes of the graph, ours are the packed ones.
+    pointers = {UIDS[name]: x.data_ptr() for name, x in (tensors | plan.arrays).items()}
+    graph.execute(pointers, workspace, handle=handle)
