@@ -27,11 +27,17 @@ def _gated(gate_up: Tensor) -> Tensor:
 
 
 def _grouped(rows: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    ends = counts.cumsum(0).to(torch.int32)
+    hidden = _gated_in_one_pass(F.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends))
+    return F.grouped_mm(hidden, down.transpose(1, 2), offs=ends)
+
+
+def _gated_in_one_pass(gate_up: Tensor) -> Tensor:
+    if not gate_up.is_cuda:
+        return _gated(gate_up)
     from megatron_glm.ops.swiglu import swiglu  # needs Triton, which a CPU-only torch has not
 
-    ends = counts.cumsum(0).to(torch.int32)
-    hidden = swiglu(F.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends))
-    return F.grouped_mm(hidden, down.transpose(1, 2), offs=ends)
+    return swiglu(gate_up)
 
 
 def _reference(rows: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
