@@ -1,0 +1,117 @@
+"""Our own TileLang kernels for Hopper, behind the contracts of `ops/indexer.py` and `ops/sparse_mla.py`.
+
+Importing this package imports TileLang; do so only when the backend is chosen. Kernels compile at their first use,
+once per number of local heads, never per length; TileLang caches them on disk.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import tilelang
+import torch
+from torch import Tensor
+
+from megatron_glm.ops.tilelang import indexer, sparse_backward, sparse_forward
+
+SCORE_BYTES = 1 << 29  # of the fp32 score chunk of `index_topk_tilelang`
+
+# The kernels place every barrier themselves. Fast math: exp2 and log2 of the hardware, no denormals.
+PASSES = {"tl.disable_thread_storage_sync": True, "tl.enable_fast_math": True}
+
+
+@cache
+def compiled(kernel, *static):
+    """The compiled kernel made by the factory `kernel` for its static arguments."""
+    return tilelang.compile(kernel(*static), pass_configs=PASSES)
+
+
+def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int | None, ...]) -> None:
+    """Raise unless `tensor` is a contiguous CUDA tensor of this dtype and shape (None: any size)."""
+    if tensor.dtype != dtype:
+        raise ValueError(f"tilelang kernels need {name} in {dtype}, got {tensor.dtype}")
+    if tensor.dim() != len(shape) or any(want not in (None, got) for want, got in zip(shape, tensor.shape, strict=True)):
+        raise ValueError(f"tilelang kernels need {name} of shape {shape}, got {tuple(tensor.shape)}")
+    if not (tensor.is_cuda and tensor.is_contiguous()):
+        raise ValueError(f"tilelang kernels need {name} contiguous on a GPU, got strides {tensor.stride()} on {tensor.device}")
+
+
+def index_topk_tilelang(iq: Tensor, ik: Tensor, w: Tensor, start: Tensor, end: Tensor, k: int) -> Tensor:
+    """`index_topk` for bf16, 32 heads of 128: scores of a chunk of rows at a time, then a radix select."""
+    iq, ik, w = iq.contiguous(), ik.contiguous(), w.contiguous()
+    rows, total = iq.shape[0], ik.shape[0]
+    _check("iq", iq, torch.bfloat16, (None, indexer.HEADS, indexer.DIM))
+    _check("ik", ik, torch.bfloat16, (None, indexer.DIM))
+    _check("w", w, torch.float32, (rows, indexer.HEADS))
+    output = torch.empty((rows, k), dtype=torch.int32, device=iq.device)
+    # A multiple of the score kernel's rows a block, so that only the last chunk has an incomplete block.
+    block = max(1, SCORE_BYTES // (4 * total * indexer.QUERIES)) * indexer.QUERIES
+    scores = torch.empty((min(rows, block), total), dtype=torch.float32, device=iq.device)
+    for begin in range(0, rows, block):
+        part = slice(begin, min(begin + block, rows))
+        chunk = scores[: part.stop - begin]
+        compiled(indexer.score_kernel)(iq[part], ik, w[part], start[part], end[part], chunk)
+        compiled(indexer.select_kernel)(chunk, start[part], end[part], output[part])
+    return output
+
+
+def sparse_mla_tilelang(
+    q: Tensor, kv: Tensor, idx: Tensor, length: Tensor, v_dim: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Forward of `sparse_mla` for bf16, C = 512, R = 64, any number of heads (blocks of 64)."""
+    q, kv, idx = q.contiguous(), kv.contiguous(), idx.contiguous()
+    rows, heads = q.shape[:2]
+    _check("q", q, torch.bfloat16, (None, None, sparse_forward.WIDTH))
+    _check("kv", kv, torch.bfloat16, (None, sparse_forward.WIDTH))
+    if v_dim != sparse_forward.LATENT:
+        raise ValueError(f"tilelang kernels serve v_dim = {sparse_forward.LATENT} only, got {v_dim}")
+    out = q.new_empty((rows, heads, v_dim))
+    lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device)
+    if rows:
+        compiled(sparse_forward.forward_kernel, heads)(q, kv, idx, length, out, lse, scale)
+    return out, lse
+
+
+def sparse_mla_backward_tilelang(
+    grad: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    idx: Tensor,
+    length: Tensor,
+    scale: float,
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Backward of `sparse_mla`.
+
+    dKV is summed by atomic additions: in fp32, or, if `deterministic`, in 64-bit fixed point, which gives the same
+    bits every time because integer addition is associative.
+    """
+    grad, q, kv, idx = grad.contiguous(), q.contiguous(), kv.contiguous(), idx.contiguous()
+    rows, heads = q.shape[:2]
+    _check("grad", grad, torch.bfloat16, (rows, heads, sparse_forward.LATENT))
+    _check("q", q, torch.bfloat16, (None, None, sparse_forward.WIDTH))
+    _check("kv", kv, torch.bfloat16, (None, sparse_forward.WIDTH))
+    grad_q = torch.empty_like(q)
+    sums = torch.zeros(kv.shape, dtype=torch.int64 if deterministic else torch.float32, device=q.device)
+    factor = _fixed_point_factor(grad, q, kv, scale) if deterministic else q.new_ones(1, dtype=torch.float32)
+    if rows:
+        kernel = compiled(sparse_backward.backward_kernel, heads, deterministic)
+        kernel(grad, q, kv, out, lse, idx, length, grad_q, sums, factor, scale)
+    return grad_q, (sums.float() / factor).to(kv.dtype) if deterministic else sums.to(kv.dtype)
+
+
+def _fixed_point_factor(grad: Tensor, q: Tensor, kv: Tensor, scale: float) -> Tensor:
+    """The factor [1] (fp32) that keeps every sum of `rows` contributions to one element of dKV inside 62 bits.
+
+    One contribution is sum_h P dO + dS q, where P <= 1, |dS| <= scale |dP - delta| and both of these are at most
+    C max|dO| max|kv|. A gradient that is not finite makes the factor, and with it all of dKV, not finite.
+    """
+    rows, heads = q.shape[:2]
+    if rows == 0:
+        return q.new_ones(1, dtype=torch.float32)
+    largest = [torch.linalg.vector_norm(x.flatten(), ord=float("inf"), dtype=torch.float64) for x in (grad, q, kv)]
+    slope = 2 * scale * sparse_forward.LATENT * largest[1] * largest[2]
+    bound = rows * heads * largest[0] * (1 + slope)
+    return (2.0**62 / bound.clamp_min(2.0**-60)).float().reshape(1)
