@@ -99,9 +99,7 @@ class AttentionPlan:
         shard_size = rows.numel() // tp_size
         shard = slice(tp_rank * shard_size, (tp_rank + 1) * shard_size)
         order = pack_order(total, cp_size)
-        # A pack of nothing but padding still has an (empty) sparse part: its gradients must join the collectives.
-        has_dense = bool(dense.any())
-        has_sparse = bool(sparse.any()) or not has_dense
+        has_sparse = has_sparse_rows(config, doc_lengths, dense_rows)
         ranges = zigzag_ranges(total, cp_rank, cp_size)
         cos, sin = rope_tables(position[rows].to(device), config.qk_rope_head_dim, config.rope_theta)
         shard_valid = valid[rows][shard]
@@ -113,11 +111,19 @@ class AttentionPlan:
             shard=shard,
             rope=(cos, sin),
             valid=None if bool(valid.all()) else shard_valid.to(device),
-            dense=_dense_rows(doc_lengths, ranges, config.index_topk, device) if has_dense else None,
+            dense=_dense_rows(doc_lengths, ranges, config.index_topk, device) if dense.any() else None,
             sparse=_sparse_rows(sparse[rows], start[rows], position[rows], shard, config.index_topk, device)
             if has_sparse
             else None,
         )
+
+
+def has_sparse_rows(config: ModelConfig, doc_lengths: tuple[int, ...], dense_rows: str) -> bool:
+    """Whether a pack is planned with a sparse part, so that its layers need a selection.
+
+    A pack of nothing but padding has one too (an empty one): its gradients must join the collectives.
+    """
+    return dense_rows == "off" or not 0 < max(doc_lengths, default=0) <= config.index_topk
 
 
 def attended_keys(doc_lengths: tuple[int, ...], total: int, index_topk: int, cp_size: int) -> list[tuple[int, int]]:

@@ -47,10 +47,14 @@ def shard_chunk(chunk: nn.Module, groups: ParallelGroups, parallel: ParallelConf
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
 
 
-def set_gradient_sync(chunk: nn.Module, last: bool) -> None:
+def set_gradient_sync(chunk: nn.Module, sync: bool) -> None:
     """Reduce gradients over the data ranks in the next backward of this chunk, or keep accumulating."""
-    chunk.set_requires_gradient_sync(last)
-    chunk.set_is_last_backward(last)
+    chunk.set_requires_gradient_sync(sync)
+    chunk.set_is_last_backward(sync)
+    for module in chunk.modules():
+        # FSDP2 fails in a frozen module that never runs (an MTP layer) when it is told to accumulate.
+        if isinstance(module, FSDPModule) and not any(p.requires_grad for p in module.parameters()):
+            module.set_requires_gradient_sync(True)
 
 
 def reduce_partial_gradients(chunks: list[nn.Module]) -> None:

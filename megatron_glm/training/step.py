@@ -12,15 +12,15 @@ from torch import Tensor
 
 from megatron_glm.config import RunConfig
 from megatron_glm.data.packing import IGNORE, PackedBatch
+from megatron_glm.flops import training_flops
 from megatron_glm.model.glm import ChunkOutput, GLMChunk
-from megatron_glm.model.plan import AttentionPlan
+from megatron_glm.model.plan import AttentionPlan, has_sparse_rows
 from megatron_glm.model.router import update_router_biases
 from megatron_glm.parallel.fsdp import reduce_partial_gradients, set_gradient_sync
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.pipeline.p2p import Boundary, GroupTransport
 from megatron_glm.parallel.pipeline.runner import Runner
 from megatron_glm.parallel.pipeline.schedule import build_schedule
-from megatron_glm.training.flops import training_flops
 from megatron_glm.training.initialize import current_device, pipeline_layout
 from megatron_glm.training.optimizer import clip_gradients, gradient_norm
 
@@ -58,7 +58,7 @@ def train_step(
     """
     counts = count(batches, groups, config)
     for chunk in chunks:
-        set_sync(chunk, config.parallel.grad_sync == "every")
+        set_gradient_sync(chunk, config.parallel.grad_sync == "every")
     losses = run_micro_batches(chunks, batches, groups, config, divisor=max(counts.loss_tokens, 1))
     reduce_partial_gradients(chunks)
     mean_loss = sum_over_ranks(losses, groups)
@@ -114,8 +114,8 @@ def run_micro_batches(
         return output if output.loss is None else output._replace(loss=output.loss / divisor)
 
     runner = Runner(schedule, groups.pp.rank(), GroupTransport(groups), boundary)
-    selects = [has_selection(batch.doc_lengths, config) for batch in batches]
-    return runner.run(forward, lambda chunk: set_sync(chunks[chunk], True), selects)
+    selects = [has_sparse_rows(config.model, batch.doc_lengths, config.kernels.dense_rows) for batch in batches]
+    return runner.run(forward, lambda chunk: set_gradient_sync(chunks[chunk], True), selects)
 
 
 class MicroBatch(NamedTuple):
@@ -140,20 +140,6 @@ class MicroBatch(NamedTuple):
         )
         labels = batch.labels.masked_fill(~batch.loss_mask, IGNORE)
         return cls(batch.tokens.to(device), labels.to(device), plan)
-
-
-def has_selection(doc_lengths: tuple[int, ...], config: RunConfig) -> bool:
-    """Whether the plan of these documents has sparse rows; every stage must know before it receives."""
-    all_dense = config.kernels.dense_rows == "auto" and 0 < max(doc_lengths, default=0) <= config.model.index_topk
-    return not all_dense
-
-
-def set_sync(chunk: GLMChunk, sync: bool) -> None:
-    """Reduce gradients over the data ranks in the chunk's next backward, or keep accumulating."""
-    set_gradient_sync(chunk, sync)
-    for layer_id in set(map(int, chunk.layers)) - set(chunk.layer_ids):
-        # A layer that never runs has nothing to accumulate, and FSDP2 fails if it is told to.
-        chunk.layers[str(layer_id)].set_requires_gradient_sync(True)
 
 
 def count(batches: Sequence[PackedBatch], groups: ParallelGroups, config: RunConfig) -> StepCounts:

@@ -10,7 +10,9 @@ from tests import distributed
 from tests.parity.layouts import GAP, Result, parity_model, run_config, train, train_layouts
 from tests.reference import gradient_errors, single_groups
 
-LAYERS = {"short": (4, 8), "deep": (12, 4)}  # decoder layers, packs of a step
+LAYERS = {"short": (4, 4), "wide": (4, 8), "deep": (12, 4)}  # decoder layers, packs of a step
+
+pytestmark = pytest.mark.timeout(900)  # the first case of a world size runs all of them
 
 
 def layout(tp=1, cp=1, ep=1, pp=1, vp=1, kind="short", **changes) -> tuple[str, ParallelConfig]:
@@ -89,7 +91,7 @@ GRID = {
         "tp2 pp4": layout(tp=2, pp=4),
         "cp2 pp4": layout(cp=2, pp=4),
         "ep2 pp4 vp2": layout(ep=2, pp=4, vp=2, kind="deep"),
-        "ep8 hybrid 2x4": layout(ep=8, **HYBRID4),
+        "ep8 hybrid 2x4": layout(ep=8, kind="wide", **HYBRID4),
         "tp2 ep8 hybrid 4x2": layout(tp=2, ep=8, **HYBRID2),
     },
 }

@@ -23,7 +23,8 @@ ALLOWED = {
     "checkpoint": CONFIG | {"parallel", "ops", "model", "checkpoint"},
     "training": CONFIG | {"parallel", "ops", "model", "data", "checkpoint", "training"},
 }
-MODULE_PARTS = {"model_config": "config", "arguments": "config"}  # top-level modules that belong to a part
+# top-level modules that belong to a part
+MODULE_PARTS = {"model_config": "config", "arguments": "config", "flops": "config"}
 
 
 def part_of(module: str) -> str:

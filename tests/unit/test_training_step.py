@@ -16,12 +16,12 @@ from megatron_glm.config import (
     TrainConfig,
 )
 from megatron_glm.data.packing import build_batch
-from megatron_glm.model.plan import AttentionPlan
+from megatron_glm.model.plan import AttentionPlan, has_sparse_rows
 from megatron_glm.parallel.fsdp import local
 from megatron_glm.training.evaluate import evaluate
 from megatron_glm.training.initialize import build_chunks, initialize
 from megatron_glm.training.optimizer import build_optimizer
-from megatron_glm.training.step import has_selection, run_micro_batches, train_step
+from megatron_glm.training.step import run_micro_batches, train_step
 
 SEQ = 24
 MODEL = ModelConfig.from_hf(
@@ -232,4 +232,4 @@ def test_every_stage_knows_whether_a_selection_is_coming(dense_rows):
     config = run_config(kernels=KernelConfig(dense_rows=dense_rows))
     for lengths in ((), (1,), (4,), (5,), (4, 4), (2, 5)):
         plan = AttentionPlan.build(MODEL, lengths, SEQ, dense_rows=dense_rows)
-        assert has_selection(lengths, config) == (plan.sparse is not None)
+        assert has_sparse_rows(config.model, lengths, config.kernels.dense_rows) == (plan.sparse is not None)

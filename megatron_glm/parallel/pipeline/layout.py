@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_glm.config import ModelConfig, ParallelConfig
+from megatron_glm.flops import head_flops, layer_flops
 from megatron_glm.parallel.pipeline.schedule import Step, build_schedule, check_schedule, end_times
 
 AUTO_MAX_CHUNKS = 10
@@ -137,40 +138,18 @@ def _expand(text: str) -> str:
 # Costs and the split by cost
 
 
-def layer_flops(model: ModelConfig, layer: int, seq_length: int) -> float:
-    """FLOPs of one decoder layer's forward, per token of one document of `seq_length` tokens.
-
-    Keys attended: causal up to index_topk, heads not absorbed; the index score covers all causal keys.
-    """
-    d, heads, q_rank = model.hidden_size, model.num_attention_heads, model.q_lora_rank
-    dense = min(seq_length, model.index_topk)
-    attended = (dense * (dense + 1) / 2 + (seq_length - dense) * dense) / seq_length
-    weights = d * q_rank + q_rank * heads * model.qk_head_dim + d * (model.kv_lora_rank + model.qk_rope_head_dim)
-    weights += heads * (model.qk_nope_head_dim + model.v_head_dim) * model.kv_lora_rank + heads * model.v_head_dim * d
-    core = heads * attended * (model.qk_head_dim + model.v_head_dim)
-    if model.has_indexer(layer):
-        width = model.index_n_heads * model.index_head_dim
-        weights += q_rank * width + d * (model.index_head_dim + model.index_n_heads)
-        core += (seq_length + 1) / 2 * width
-    if model.is_moe(layer):
-        experts = model.num_experts_per_tok + model.n_shared_experts
-        weights += 3 * d * model.moe_intermediate_size * experts + d * model.n_routed_experts
-    else:
-        weights += 3 * d * model.intermediate_size
-    return 2 * (weights + core)
-
-
 def stage_costs(layout: PipelineLayout, model: ModelConfig, seq_length: int) -> list[tuple[float, float]]:
     """(forward, backward) FLOPs per token of each stage. Backward = 3 forwards, as all is recomputed; head: 2.
 
     The embedding and the MTP layer, which is not trained, cost nothing.
     """
-    layers = [layer_flops(model, layer, seq_length) for layer in range(model.num_hidden_layers)]
-    return _costs(tuple(len(stage.layers) for stage in layout.stages), layers, _head_flops(model))
+    return _costs(tuple(len(stage.layers) for stage in layout.stages), *_forward_costs(model, seq_length))
 
 
-def _head_flops(model: ModelConfig) -> float:
-    return 2.0 * model.vocab_size * model.hidden_size
+def _forward_costs(model: ModelConfig, seq_length: int) -> tuple[list[float], float]:
+    """Forward FLOPs per token of each layer and of the head, for one document of `seq_length` tokens."""
+    layers = [sum(layer_flops(model, i, [seq_length])) / seq_length for i in range(model.num_hidden_layers)]
+    return layers, head_flops(model, 1)
 
 
 def _costs(sizes: tuple[int, ...], layers: list[float], head: float) -> list[tuple[float, float]]:
@@ -193,8 +172,7 @@ def _auto_sizes(
     from a stage and gives it to another. More micro-batches than two rounds are not simulated: the idle time at both
     ends does not depend on them.
     """
-    layers = [layer_flops(model, layer, seq_length) for layer in range(model.num_hidden_layers)]
-    head = _head_flops(model)
+    layers, head = _forward_costs(model, seq_length)
     micro_batches = min(micro_batches, 2 * pp)
     options = range(1, 1 + (min(AUTO_MAX_CHUNKS, len(layers) // pp) if pp > 1 else 1))
     found = []

@@ -1,13 +1,15 @@
 """Floating-point operations of a step, counted from the documents that it really computes.
 
 A multiply-add is 2. Attention is counted in its non-absorbed form whatever the backend does, on the keys that the
-sparse attention attends: min(position + 1, index_topk). An indexer counts its scores, not its small projections.
+sparse attention attends: min(position + 1, index_topk). A step counts an
+indexer's scores, not its small projections (under 1 %).
 Padding and recomputation count as nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from megatron_glm.config import ModelConfig
 
@@ -23,19 +25,38 @@ def attended_keys(length: int, topk: int) -> int:
     return causal_keys(dense) + (length - dense) * topk
 
 
-def forward_flops(config: ModelConfig, doc_lengths: Iterable[int]) -> tuple[int, int]:
-    """(FLOPs of the trained parts, FLOPs of the frozen indexers) of one forward over documents of these lengths."""
+class LayerFlops(NamedTuple):
+    """Forward FLOPs of one decoder layer; the last two are the frozen indexer's, zero in a shared layer."""
+
+    trained: int
+    index_scores: int
+    index_projections: int
+
+
+def layer_flops(config: ModelConfig, layer: int, doc_lengths: Iterable[int]) -> LayerFlops:
+    """One layer's forward over documents of these lengths."""
     lengths = list(doc_lengths)
     tokens = sum(lengths)
     attended = sum(attended_keys(length, config.index_topk) for length in lengths)
-    causal = sum(causal_keys(length) for length in lengths)
-    trained = indexers = 0
-    for layer in range(config.num_hidden_layers):
-        trained += _attention(config, tokens, attended) + tokens * _mlp_per_token(config, layer)
-        if config.has_indexer(layer):
-            indexers += 2 * causal * config.index_n_heads * config.index_head_dim
-    trained += 2 * tokens * config.vocab_size * config.hidden_size
-    return trained, indexers
+    trained = _attention(config, tokens, attended) + tokens * _mlp_per_token(config, layer)
+    if not config.has_indexer(layer):
+        return LayerFlops(trained, 0, 0)
+    width = config.index_n_heads * config.index_head_dim
+    projections = config.q_lora_rank * width + config.hidden_size * (config.index_head_dim + config.index_n_heads)
+    return LayerFlops(trained, 2 * sum(map(causal_keys, lengths)) * width, 2 * tokens * projections)
+
+
+def head_flops(config: ModelConfig, tokens: int) -> int:
+    """The output projection's forward."""
+    return 2 * tokens * config.vocab_size * config.hidden_size
+
+
+def forward_flops(config: ModelConfig, doc_lengths: Iterable[int]) -> tuple[int, int]:
+    """(FLOPs of the trained parts, FLOPs of the frozen indexers' scores) of one forward over these documents."""
+    lengths = list(doc_lengths)
+    layers = [layer_flops(config, layer, lengths) for layer in range(config.num_hidden_layers)]
+    trained = sum(layer.trained for layer in layers) + head_flops(config, sum(lengths))
+    return trained, sum(layer.index_scores for layer in layers)
 
 
 def training_flops(config: ModelConfig, doc_lengths: Iterable[int]) -> int:
