@@ -1,8 +1,13 @@
 #!/usr/bin/env bash
 # Installs the package with its test extra, editable, into the active environment or else into .venv, and prints
-# that environment's interpreter. Does nothing else when the environment is up to date.
+# that environment's interpreter. Does nothing else when the environment is up to date, nor when PYTHON names the
+# interpreter to use as it is.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+if [ -n "${PYTHON:-}" ]; then
+  echo "$PYTHON"
+  exit
+fi
 
 environment=${VIRTUAL_ENV:-${CONDA_PREFIX:-$PWD/.venv}}
 python=$environment/bin/python
@@ -23,12 +28,11 @@ install_torch() {
 if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
   echo "setting up $environment (takes a minute or two) ..." >&2
   if [ "$environment" = "$PWD/.venv" ]; then
-    base=${PYTHON:-python3}
-    if ! "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-      echo "error: Python 3.11 or newer is needed, $base is $("$base" -V 2>&1); set PYTHON to a newer one" >&2
+    if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+      echo "error: python3 is $(python3 -V 2>&1), 3.11 or newer is needed: activate an environment that has it" >&2
       exit 1
     fi
-    "$base" -m venv "$environment"
+    python3 -m venv "$environment"
   fi
   "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip >&2
   install_torch >&2

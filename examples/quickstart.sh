@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# The whole job on a laptop in minutes: make a small random GLM-5.2 and a chat dataset, convert, fine-tune with packing,
+# convert back, and check the result against transformers.
+#   bash examples/quickstart.sh [FOLDER]      default: quickstart_output; QUICKSTART_ITERS sets the length
+set -euo pipefail
+mkdir -p "${1:-quickstart_output}"
+out=$(cd "${1:-quickstart_output}" && pwd)
+cd "$(dirname "$0")/.."
+iterations=${QUICKSTART_ITERS:-100}
+
+if [ -n "$(ls -A "$out")" ] && [ ! -e "$out/.quickstart" ]; then
+  echo "error: $out holds something else: name an empty folder or none" >&2
+  exit 2
+fi
+python=$(bash examples/setup.sh)
+rm -rf "$out"
+mkdir "$out" && touch "$out/.quickstart"
+step() { printf '\n[%s] %s\n' "$SECONDS s" "$*"; }
+chosen() { tee "$out/$1" | grep --line-buffered -E "^($2)"; } # all to a log file, the lines that matter to the screen
+
+step "make a model of glm5.2-tiny's shape and conversations about Python's standard library"
+"$python" examples/quickstart_data.py --save "$out"
+
+step "convert it to a sharded checkpoint"
+"$python" tools/convert_hf.py --from-hf "$out/hf" --save "$out/base"
+
+step "fine-tune it for $iterations iterations"
+train=(finetune_glm.py --data-path "$out/train.jsonl" --valid-data-path "$out/valid.jsonl" --seq-length 512
+  --micro-batch-size 2 --global-batch-size 4 --lr 4e-3 --lr-warmup-iters 4 --save "$out/trained" --log-interval 10)
+"$python" "${train[@]}" --load "$out/base" --train-iters "$iterations" --log-file "$out/train.log.jsonl" \
+  | chosen train.log " (iteration|validation)|loaded|$out"
+
+step "convert it back to the Hugging Face layout"
+"$python" tools/convert_hf.py --load "$out/trained" --to-hf "$out/hf_trained"
+
+step "check the result: read it in again, evaluate, compare with transformers"
+"$python" tools/convert_hf.py --from-hf "$out/hf_trained" --save "$out/reread"
+"$python" finetune_glm.py --load "$out/reread" --data-path "$out/valid.jsonl" --seq-length 512 --eval-only \
+  | chosen eval.log "eval"
+if "$python" -c 'import transformers' 2>/dev/null; then
+  loss=$(sed -n 's/^eval | lm loss: \([0-9.]*\) .*/\1/p' "$out/eval.log")
+  "$python" examples/compare_with_transformers.py --hf "$out/hf_trained" --data-path "$out/valid.jsonl" --loss "$loss"
+else
+  echo "transformers is not installed: not compared"
+fi
+
+step "done"
+"$python" - "$out/train.log.jsonl" <<'SUMMARY'
+import json, sys
+log = [json.loads(line) for line in open(sys.argv[1])]
+speed = sorted(record["tokens_per_second_per_gpu"] for record in log)[len(log) // 2]
+print(f"training loss    {log[0]['lm_loss']:.3f} -> {log[-1]['lm_loss']:.3f}, validation {log[-1]['valid_lm_loss']:.3f}")
+print(f"speed            {speed:.0f} tokens/s (median)")
+SUMMARY
+cat <<END
+checkpoint       $out/trained
+Hugging Face     $out/hf_trained
+log              $out/train.log, $out/train.log.jsonl
+Next, go on where it stopped:
+  $python ${train[*]} --load $out/trained --train-iters $((2 * iterations))
+END
