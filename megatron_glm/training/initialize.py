@@ -16,6 +16,7 @@ from megatron_glm.model.glm import GLMChunk
 from megatron_glm.model.init import initialize_weights
 from megatron_glm.ops import backends
 from megatron_glm.parallel.fsdp import local, shard_chunk
+from megatron_glm.parallel.grid import check_layout
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.pipeline.layout import PipelineLayout, build_layout
 from megatron_glm.training.logging import describe, log
@@ -29,12 +30,13 @@ def initialize(config: RunConfig) -> ParallelGroups:
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     config.check(world_size)
-    pipeline_layout(config, config.parallel.data_parallel_size(world_size))
+    micro_batches = config.micro_batches(config.parallel.data_parallel_size(world_size))
+    check_layout(config.parallel, config.model, world_size, config.data.seq_length, micro_batches)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     kernels = config.kernels
     backends.check(kernels.attention_backend, config.model, config.parallel.tensor_model_parallel_size)
-    backends.load(kernels.attention_backend, kernels.dense_rows)
+    backends.load(kernels.attention_backend, config.dense_rows)
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         if "RANK" in os.environ:
@@ -48,10 +50,8 @@ def initialize(config: RunConfig) -> ParallelGroups:
 
 @functools.cache
 def pipeline_layout(config: RunConfig, dp_size: int) -> PipelineLayout:
-    """The stages of all pipeline ranks; ValueError where the flags and the model do not fit."""
-    train = config.train
-    micro_batches = train.global_batch_size // (train.micro_batch_size * dp_size)
-    return build_layout(config.parallel, config.model, config.data.seq_length, micro_batches)
+    """The stages of all pipeline ranks."""
+    return build_layout(config.parallel, config.model, config.data.seq_length, config.micro_batches(dp_size))
 
 
 def build_chunks(config: RunConfig, groups: ParallelGroups) -> list[GLMChunk]:
