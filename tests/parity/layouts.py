@@ -27,16 +27,16 @@ class Result:
     gap: float = float("inf")
 
 
-def parity_model(layers: int, seed_topk: int = 8) -> ModelConfig:
+def parity_model(layers: int, **changes) -> ModelConfig:
     """IndexShare, MoE and MTP; the vocabulary (98) needs padding at TP 4, all else divides by what the grid asks."""
     return small_config(
         num_hidden_layers=layers,
         vocab_size=98,
-        index_topk=seed_topk,
         indexer_types=tuple(("full", "shared", "shared", "full", "shared")[i % 5] for i in range(layers)),
         mlp_layer_types=("dense",) + ("sparse",) * (layers - 1),
         num_nextn_predict_layers=1,
         max_position_embeddings=SEQ_LENGTH,
+        **changes,
     )
 
 
