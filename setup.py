@@ -13,7 +13,7 @@ EXTRAS = {
         "nvidia-cutlass-dsl[cu13]==4.8.1",
         "tokenspeed-flashmla==1.0.0.post20260615",
     ],
-    "te": ["transformer-engine[pytorch]==2.20.2"],
+    "te": ["transformer-engine[pytorch,core-cu13]==2.20.2"],
 }
 
 setup(

@@ -25,7 +25,7 @@ step "convert it to a sharded checkpoint"
 "$python" tools/convert_hf.py --from-hf "$out/hf" --save "$out/base"
 
 step "fine-tune it for $iterations iterations"
-train=(finetune_glm.py --data-path "$out/train.jsonl" --valid-data-path "$out/valid.jsonl" --seq-length 512
+train=(finetune_glm.py --data-path "$out/train.jsonl" --valid-data-path "$out/valid.jsonl" --seq-length 256
   --micro-batch-size 2 --global-batch-size 4 --lr 4e-3 --lr-warmup-iters 4 --save "$out/trained" --log-interval 10)
 "$python" "${train[@]}" --load "$out/base" --train-iters "$iterations" --log-file "$out/train.log.jsonl" \
   | chosen train.log " (iteration|validation)|loaded|$out"
@@ -35,7 +35,7 @@ step "convert it back to the Hugging Face layout"
 
 step "check the result: read it in again, evaluate, compare with transformers"
 "$python" tools/convert_hf.py --from-hf "$out/hf_trained" --save "$out/reread"
-"$python" finetune_glm.py --load "$out/reread" --data-path "$out/valid.jsonl" --seq-length 512 --eval-only \
+"$python" finetune_glm.py --load "$out/reread" --data-path "$out/valid.jsonl" --seq-length 256 --eval-only \
   | chosen eval.log "eval"
 if "$python" -c 'import transformers' 2>/dev/null; then
   loss=$(sed -n 's/^eval | lm loss: \([0-9.]*\) .*/\1/p' "$out/eval.log")

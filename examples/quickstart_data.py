@@ -31,7 +31,7 @@ SPECIAL_TOKENS = (
 ).split()
 
 NOT_DOCUMENTATION = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "pydoc_data"}
-LONGEST_ANSWER = 600  # characters
+LONGEST_ANSWER = 500  # characters
 VALIDATION_EVERY = 50  # rows
 
 
