@@ -146,6 +146,7 @@ class KernelConfig(Section):
     dense_rows: Literal["auto", "off"] = option(
         "auto", "auto: rows that see no more than index_topk keys skip the selection and run as dense attention"
     )
+    deterministic: bool = option(False, "the same bits in every run on a GPU, at some cost; not with cudnn")
     loss_chunk_size: int = option(1024, "tokens whose logits exist at a time in the loss")
 
 
@@ -260,10 +261,11 @@ class RunConfig:
         """--dense-rows, where auto means off if dense rows are the slower ones.
 
         They are with context parallelism on a GPU: each rank expands the keys of all ranks, and cuDNN's backward takes
-        1.8 times as long for rows that start inside a document.
+        1.8 times as long for rows that start inside a document. They have no deterministic backward.
         """
-        slower = self.kernels.attention_backend != "torch" and self.parallel.context_parallel_size > 1
-        return "off" if slower else self.kernels.dense_rows
+        on_gpu = self.kernels.attention_backend != "torch"
+        worse = self.parallel.context_parallel_size > 1 or self.kernels.deterministic
+        return "off" if on_gpu and worse else self.kernels.dense_rows
 
     def check(self, world_size: int) -> None:
         """Raises ValueError, naming flags and numbers, unless `world_size` ranks can run this configuration."""

@@ -6,6 +6,7 @@ backend that was not loaded fails.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from importlib.util import find_spec
 
@@ -33,9 +34,11 @@ def lacking(backend: str, dense_rows: str = "off") -> list[str]:
     return missing
 
 
-def load(backend: str, dense_rows: str = "auto") -> None:
+def load(backend: str, dense_rows: str = "auto", deterministic: bool = False) -> None:
     """Import `backend` and enter its functions into the tables of the ops.
 
+    Args:
+        deterministic: the same bits of every gradient in every run; cudnn cannot.
     Raises:
         ValueError: if something is missing; it lists every choice and what that lacks.
     """
@@ -43,6 +46,8 @@ def load(backend: str, dense_rows: str = "auto") -> None:
         raise ValueError(f"--attention-backend {backend} cannot run here: {_choices(dense_rows)}")
     if backend == "torch":
         return
+    if deterministic and backend == "cudnn":
+        raise ValueError("--deterministic needs --attention-backend tilelang or torch: cuDNN sums gradients by atomics")
     try:
         module = importlib.import_module(f"megatron_glm.ops.{backend}")
         dense = importlib.import_module("megatron_glm.ops.cudnn_dense") if dense_rows == "auto" else None
@@ -50,12 +55,15 @@ def load(backend: str, dense_rows: str = "auto") -> None:
         raise ValueError(
             f"--attention-backend {backend}: its packages are here but fail to import ({error}); {_choices(dense_rows)}"
         ) from error
-    indexer.BACKENDS[backend] = module.index_topk
-    sparse_mla.BACKENDS[backend] = (module.sparse_mla, module.sparse_mla_backward)
+    backward = getattr(module, f"sparse_mla_backward_{backend}")
+    if deterministic:
+        backward = functools.partial(backward, deterministic=True)
+    indexer.BACKENDS[backend] = getattr(module, f"index_topk_{backend}")
+    sparse_mla.BACKENDS[backend] = (getattr(module, f"sparse_mla_{backend}"), backward)
     if backend == "cudnn":
         indexer.PLANNED_ON_HOST.add(backend)
     if dense is not None:
-        dense_mla.BACKENDS[backend] = (dense.dense_mla, dense.dense_mla_backward)
+        dense_mla.BACKENDS[backend] = (dense.dense_mla_cudnn, dense.dense_mla_backward_cudnn)
 
 
 def check(backend: str, model: ModelConfig, tensor_parallel: int) -> None:

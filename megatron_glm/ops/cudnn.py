@@ -50,7 +50,7 @@ class ScoreCall(NamedTuple):
         return self.lengths.numel()
 
 
-def index_topk(
+def index_topk_cudnn(
     iq: Tensor, ik: Tensor, w: Tensor, start: Tensor, end: Tensor, k: int, segments: list[int] | None = None
 ) -> Tensor:
     """`ops.indexer.index_topk`; scores are fp32 sums of bf16 products, one chunk of rows at a time.
@@ -67,7 +67,9 @@ def index_topk(
     if segments is None:
         segments = key_segments(start, end)
     # A call may write -1 into the rows that were added to it; the calls after it run later and overwrite them.
-    selected = torch.full((iq.shape[0] + ROW_STEP, k), -1, dtype=torch.int32, device=iq.device)
+    selected = torch.empty(iq.shape[0] + ROW_STEP, k, dtype=torch.int32, device=iq.device)
+    if sum(segments[1::4]) - sum(segments[::4]) < iq.shape[0]:
+        selected.fill_(-1)  # for the rows without keys
     calls = _score_calls(tuple(segments), k, iq.device)
     if calls:
         size = max(call.rows * call.width for call in calls)
@@ -183,7 +185,9 @@ def _width(pieces: list[tuple[int, int, int, int]]) -> int:
 # ---- attention to selected keys ----------------------------------------------------------------------------------
 
 
-def sparse_mla(q: Tensor, kv: Tensor, idx: Tensor, length: Tensor, v_dim: int, scale: float) -> tuple[Tensor, Tensor]:
+def sparse_mla_cudnn(
+    q: Tensor, kv: Tensor, idx: Tensor, length: Tensor, v_dim: int, scale: float
+) -> tuple[Tensor, Tensor]:
     """Forward of `ops.sparse_mla.sparse_mla` by FlashMLA."""
     rows, heads = q.shape[:2]
     padded = _served_heads(q, kv, v_dim)
@@ -208,7 +212,7 @@ def sparse_mla(q: Tensor, kv: Tensor, idx: Tensor, length: Tensor, v_dim: int, s
     return (out, lse) if padded == heads else (out[:, :heads].contiguous(), lse[:, :heads].contiguous())
 
 
-def sparse_mla_backward(
+def sparse_mla_backward_cudnn(
     grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, idx: Tensor, length: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Backward of `ops.sparse_mla.sparse_mla` by cuDNN. Sums into kv's gradient by atomics: last bits vary by run."""

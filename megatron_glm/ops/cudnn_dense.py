@@ -29,8 +29,10 @@ class Segments(NamedTuple):
     arrays: dict[str, Tensor]  # lengths int32 [batch] and offsets int64 [batch + 1], in elements
 
 
-def dense_mla(q: Tensor, k: Tensor, v: Tensor, segments: list[int], scale: float) -> tuple[Tensor, Tensor]:
+def dense_mla_cudnn(q: Tensor, k: Tensor, v: Tensor, segments: list[int], scale: float) -> tuple[Tensor, Tensor]:
     """Forward of `ops.dense_mla.dense_mla`."""
+    if q.dtype != torch.bfloat16:
+        raise ValueError(f"dense rows by cuDNN compute in bfloat16 (--bf16), not {q.dtype}")
     plan = _plan(tuple(segments), k.shape[0], q.shape[1], q.shape[2], v.shape[2], q.device)
     shape = (*q.shape[:2], v.shape[2])
     if plan is None or plan.rows_used < q.shape[0]:
@@ -46,7 +48,7 @@ def dense_mla(q: Tensor, k: Tensor, v: Tensor, segments: list[int], scale: float
     return out, lse
 
 
-def dense_mla_backward(
+def dense_mla_backward_cudnn(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: list[int], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Backward of `ops.dense_mla.dense_mla`."""

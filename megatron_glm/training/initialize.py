@@ -36,7 +36,7 @@ def initialize(config: RunConfig) -> ParallelGroups:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     kernels = config.kernels
     backends.check(kernels.attention_backend, config.model, config.parallel.tensor_model_parallel_size)
-    backends.load(kernels.attention_backend, config.dense_rows)
+    backends.load(kernels.attention_backend, config.dense_rows, kernels.deterministic)
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         if "RANK" in os.environ:

@@ -114,7 +114,7 @@ def run_micro_batches(
         return output if output.loss is None else output._replace(loss=output.loss / divisor)
 
     runner = Runner(schedule, groups.pp.rank(), GroupTransport(groups), boundary)
-    selects = [has_sparse_rows(config.model, batch.doc_lengths, config.kernels.dense_rows) for batch in batches]
+    selects = [has_sparse_rows(config.model, batch.doc_lengths, config.dense_rows) for batch in batches]
     return runner.run(forward, lambda chunk: set_gradient_sync(chunks[chunk], True), selects)
 
 
@@ -135,7 +135,7 @@ class MicroBatch(NamedTuple):
             cp_size=groups.cp.size(),
             tp_rank=groups.tp.rank(),
             tp_size=groups.tp.size(),
-            dense_rows=config.kernels.dense_rows,
+            dense_rows=config.dense_rows,
             device=device,
         )
         labels = batch.labels.masked_fill(~batch.loss_mask, IGNORE)

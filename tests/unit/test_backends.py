@@ -1,0 +1,104 @@
+"""The choice of the attention backend: at start, by flag, with the reasons where it cannot run."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import pytest
+import torch
+
+from megatron_glm import arguments
+from megatron_glm.config import DataConfig, KernelConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from megatron_glm.ops import backends, indexer
+from megatron_glm.ops.indexer import key_segments
+
+GPU_MODULES = ("cudnn", "flash_mla", "cutlass", "tilelang", "megatron_glm.ops.cudnn", "megatron_glm.ops.cudnn_dense")
+
+
+def run_config(**kernels) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig.from_hf("glm5.2"),
+        kernels=KernelConfig(**kernels),
+        data=DataConfig(data_path=("x.jsonl",)),
+        train=TrainConfig(train_iters=1, bf16=True),
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU lacks")
+@pytest.mark.parametrize("backend", ["cudnn", "tilelang"])
+def test_a_backend_that_cannot_run_is_refused_with_every_choice(backend):
+    with pytest.raises(ValueError, match=f"--attention-backend {backend} cannot run here") as caught:
+        backends.load(backend)
+    message = str(caught.value)
+    assert "torch lacks nothing" in message and "a Hopper GPU" in message
+    for name in ("nvidia-cudnn-frontend", "flashmla", "tilelang lacks"):
+        assert name in message
+    assert backend not in indexer.BACKENDS
+
+
+def test_packages_of_other_backends_are_not_imported():
+    backends.load("torch")
+    assert not [name for name in GPU_MODULES if name in sys.modules] or torch.cuda.is_available()
+
+
+def test_only_dense_rows_make_tilelang_need_cudnn(monkeypatch):
+    monkeypatch.setattr(backends, "find_spec", lambda module: None if module == "cudnn" else object())
+    assert "nvidia-cudnn-frontend" in backends.lacking("tilelang", "auto")
+    assert "nvidia-cudnn-frontend" not in backends.lacking("tilelang", "off")
+
+
+def test_a_broken_package_is_named(monkeypatch):
+    def fail(name: str):
+        raise ImportError("libcudnn.so.9 not found")
+
+    monkeypatch.setattr(backends, "lacking", lambda *_: [])
+    monkeypatch.setattr(backends.importlib, "import_module", fail)
+    with pytest.raises(ValueError, match="fail to import .libcudnn.so.9 not found"):
+        backends.load("cudnn")
+
+
+@pytest.mark.parametrize("gpu, given, chosen", [(False, [], "torch"), (True, [], "cudnn"), (True, ["torch"], "torch")])
+def test_the_flag_decides_and_its_default_follows_the_machine(monkeypatch, gpu, given, chosen):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    flags = ["--hf-config", "glm5.2"] + (["--attention-backend", *given] if given else [])
+    config = arguments.resolve(arguments.build_parser().parse_args(flags))
+    assert config.kernels.attention_backend == chosen
+
+
+@pytest.mark.parametrize("field, size", [("kv_lora_rank", 256), ("index_head_dim", 64), ("index_topk", 4096)])
+def test_shapes_that_the_kernels_do_not_serve_are_refused_at_start(field, size):
+    model = dataclasses.replace(ModelConfig.from_hf("glm5.2"), **{field: size})
+    backends.check("torch", model, 1)
+    with pytest.raises(ValueError, match=f"--attention-backend cudnn.*{size}"):
+        backends.check("cudnn", model, 1)
+    backends.check("cudnn", ModelConfig.from_hf("glm5.2"), 8)
+
+
+def test_fp32_runs_need_the_reference():
+    config = dataclasses.replace(run_config(attention_backend="cudnn"), train=TrainConfig(train_iters=1))
+    with pytest.raises(ValueError, match="give --bf16, or --attention-backend torch"):
+        config.check(8)
+
+
+@pytest.mark.parametrize(
+    "backend, cp, flag, used",
+    [
+        ("torch", 2, "auto", "auto"),
+        ("cudnn", 1, "auto", "auto"),
+        ("cudnn", 2, "auto", "off"),
+        ("cudnn", 1, "off", "off"),
+    ],
+)
+def test_dense_rows_are_used_where_they_are_faster(backend, cp, flag, used):
+    config = run_config(attention_backend=backend, dense_rows=flag)
+    config = dataclasses.replace(config, parallel=ParallelConfig(context_parallel_size=cp))
+    assert config.dense_rows == used
+
+
+def test_key_segments_are_the_runs_of_rows_that_see_one_key_more():
+    start = torch.tensor([0, 0, 0, 7, 5, 5, 5, 9, 9, 0])
+    end = torch.tensor([1, 2, 3, 7, 6, 7, 9, 10, 11, 0])
+    expected = [(0, 3, 0, 3), (4, 6, 5, 7), (6, 7, 5, 9), (7, 9, 9, 11)]
+    assert key_segments(start.int(), end.int()) == [x for segment in expected for x in segment]
+    assert key_segments(start[:0], end[:0]) == [] and key_segments(start[-1:], end[-1:]) == []

@@ -1,0 +1,87 @@
+"""Measures the kernels on one GPU: `benchmark.py kernels`. Correctness against fp32 first, then the ratio to its peer.
+
+Rates count the operations of the attended keys. The bf16 matmul rate of the same run is the ceiling.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed, too
+
+import kernel_cases  # noqa: E402
+import torch  # noqa: E402
+from measure import milliseconds  # noqa: E402
+
+from megatron_glm.ops import backends  # noqa: E402
+
+
+def matmul_rate() -> float:
+    a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
+    return 2 * 8192**3 / milliseconds(lambda: a @ b) / 1e9
+
+
+def show(row: dict) -> None:
+    rate = f"{row['tflops']:7.0f}" if row.get("tflops") else "      -"
+    peers = "  ".join(f"{name} {row['ms'] / ms:.3f}x ({ms:.3f} ms)" for name, ms in row.get("peers", {}).items())
+    print(f"{row['op']:<16}{row['backend']:<10}{row['case']:<34}{row['ms']:9.3f} ms {rate}  {peers}  {row['check']}")
+    sys.stdout.flush()
+
+
+def run_kernels(arguments: argparse.Namespace) -> int:
+    if not torch.cuda.is_available():
+        print("error: benchmark.py kernels needs a CUDA device, and torch sees none", file=sys.stderr)
+        return 1
+    chosen = arguments.backend or [name for name in ("cudnn", "tilelang") if not backends.lacking(name)]
+    try:
+        for name in chosen:
+            backends.load(name)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    rate = matmul_rate()
+    device = torch.cuda.get_device_name()
+    print(f"{device}, torch {torch.__version__}, bf16 matmul 8192^3: {rate:.0f} TFLOP/s")
+    print("time, TFLOP/s, time over each peer's in the same run, relative errors against fp32")
+    results = []
+    for row in rows(kernel_cases.CASES, arguments.op or list(kernel_cases.CASES), chosen, arguments.tokens):
+        show(row)
+        results.append(row)
+    if arguments.json:
+        content = {"device": device, "torch": torch.__version__, "matmul_tflops": rate, "results": results}
+        arguments.json.write_text(json.dumps(content, indent=1))
+    return int(any("WRONG" in row["check"] for row in results))
+
+
+def rows(cases: dict, ops: list[str], chosen: list[str], tokens: list[int]) -> Iterator[dict]:
+    for op in ops:
+        for case in cases[op](chosen, tokens):
+            yield {"op": op, **case}
+            torch.cuda.empty_cache()
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    kernels = commands.add_parser("kernels", help="every op of the attention and the experts on one GPU")
+    kernels.add_argument("--op", nargs="+", choices=list(kernel_cases.CASES), help="only these (default: all)")
+    kernels.add_argument("--backend", nargs="+", choices=["cudnn", "tilelang"], help="default: those that can run")
+    kernels.add_argument(
+        "--tokens", nargs="+", type=int, default=[4096, 8192, 32768, 131072], help="lengths (default: 4k to 128k)"
+    )
+    kernels.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
+    kernels.set_defaults(run=run_kernels)
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    return arguments.run(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
