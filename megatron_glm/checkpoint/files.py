@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
+UNFINISHED = ".tmp"  # the ending of a folder or file that is not yet, or no longer, whole
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 
 
 @contextmanager
-def staged_folder(target: Path) -> Iterator[Path]:
+def staged_folder(target: Path, replace: bool = False) -> Iterator[Path]:
     """Yields an empty folder beside `target` that becomes `target` at the end, or vanishes on an error.
 
     A process killed in between leaves `NAME.tmp`, which nothing reads and the next attempt replaces.
     Files must be synced by whoever writes them; the folder entries are synced here.
-    Raises: ValueError if `target` exists.
+    Raises: ValueError if `target` exists, unless it is to be replaced.
     """
-    if target.exists():
+    if target.exists() and not replace:
         raise ValueError(f"{target} already exists and is not overwritten: remove it or choose another folder")
-    staging = target.with_name(target.name + ".tmp")
+    staging = target.with_name(target.name + UNFINISHED)
     if staging.exists():
         shutil.rmtree(staging)
     staging.mkdir(parents=True)
@@ -29,6 +33,8 @@ def staged_folder(target: Path) -> Iterator[Path]:
         yield staging
         for folder, _, _ in os.walk(staging):
             sync_folder(Path(folder))
+        if target.exists():
+            shutil.rmtree(target)
         os.rename(staging, target)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
@@ -38,7 +44,7 @@ def staged_folder(target: Path) -> Iterator[Path]:
 
 def write_durably(path: Path, content: bytes) -> None:
     """Replaces `path` by `content` in one step: after a crash it holds the old bytes or the new ones."""
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(path.name + UNFINISHED)
     with temporary.open("wb") as file:
         file.write(content)
         file.flush()
@@ -54,6 +60,25 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes a folder that may be killed halfway: what is left of it then is named as unfinished."""
+    doomed = folder.with_name(folder.name + UNFINISHED)
+    os.rename(folder, doomed)
+    shutil.rmtree(doomed)
+
+
+def archive_checksum(file: BinaryIO, start: int, length: int) -> int:
+    """CRC-32 of the tensor in a torch archive at these bytes of `file`, from the archive's directory at its end.
+
+    Raises: zipfile.BadZipFile or ValueError if there is no archive of one tensor.
+    """
+    tail = min(length, 4096)
+    file.seek(start + length - tail)
+    with zipfile.ZipFile(io.BytesIO(file.read(tail))) as directory:
+        [record] = [entry for entry in directory.infolist() if "/data/" in entry.filename]
+    return record.CRC
 
 
 def side_files(folder: Path) -> list[Path]:

@@ -8,6 +8,9 @@
 Parameters and buffers have canonical names, AdamW moments `optimizer.exp_avg.NAME` and `optimizer.exp_avg_sq.NAME`.
 Each rank writes rectangles of them and reads other rectangles, so that any layout loads any other. `group` is a gloo
 group of all ranks that take part (the training groups stay free), or None for this process alone.
+
+What a crash leaves: `iter_….tmp` is half written (or half removed), is never read and goes at the next start; an
+`iter_…` above latest_checkpointed_iteration.txt is whole, but counts as not saved and is replaced when its turn comes.
 """
 
 from __future__ import annotations
@@ -16,7 +19,10 @@ import json
 import operator
 import pickle
 import re
-from collections.abc import Callable
+import shutil
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -27,16 +33,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..model_config import ModelConfig
 from ..parallel.shard import Rectangle
-from .files import copy_side_files, staged_folder, write_durably
+from .files import UNFINISHED, archive_checksum, copy_side_files, remove_folder, staged_folder, write_durably
 from .planners import Chunk, ChunkPlanner, RectanglePlanner, cut
 
 FILE_BYTES = 512 << 20  # torch keeps every tensor of a file until the file is closed: this bounds that of a writer
 LATEST_NAME = "latest_checkpointed_iteration.txt"
+CHECKSUM_BYTES = 4  # behind the pickle of .metadata, where torch does not look
 
 T = TypeVar("T")
 
@@ -57,8 +65,25 @@ def latest(folder: Path) -> int | None:
 
 
 def read_state(folder: Path, iteration: int) -> dict[str, Any]:
-    """The scalars that `save` was given."""
-    return json.loads((iteration_folder(folder, iteration) / "state.json").read_text())
+    """The scalars that `save` was given. Raises ValueError naming the file if it is missing or damaged."""
+    file = iteration_folder(folder, iteration) / "state.json"
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} is missing or damaged: {error}") from error
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Removes what killed saves left in `folder`; nothing may be saving there."""
+    for left in folder.glob("iter_*" + UNFINISHED):
+        shutil.rmtree(left)
+
+
+def remove_old(folder: Path, keep: int) -> None:
+    """Removes all but the last `keep` checkpoints up to the latest; a converted one (iteration 0) stays."""
+    iterations = sorted(int(path.name[5:]) for path in folder.glob("iter_" + "[0-9]" * 7))
+    for iteration in [i for i in iterations if 0 < i <= latest(folder)][:-keep]:
+        remove_folder(iteration_folder(folder, iteration))
 
 
 def save(
@@ -102,17 +127,23 @@ def write_chunks(
     target = iteration_folder(folder, iteration)
     rank = 0 if group is None else group.rank()
     planner = ChunkPlanner(chunks, progress)
-    writer = FileSystemWriter(target.with_name(target.name + ".tmp"))
+    # no copy-ahead: it would wait for the training's kernels, and on the first device
+    writer = FileSystemWriter(target.with_name(target.name + UNFINISHED), per_thread_copy_ahead=0)
     with ExitStack() as stack:
         metadata = None
 
         def begin(plans: list[SavePlan]) -> None:
             nonlocal metadata
             metadata = planner.create_global_plan(plans)[1]
-            stack.enter_context(staged_folder(target))
+            saved = latest(folder)
+            stack.enter_context(staged_folder(target, replace=saved is None or saved < iteration))
 
-        def finish(results: list[list[WriteResult]]) -> None:
-            writer.finish(metadata, results)
+        def finish(parts: list[list[tuple[WriteResult, int]]]) -> None:
+            metadata.planner_data = {result.index: checksum for part in parts for result, checksum in part}
+            writer.finish(metadata, [[result for result, _ in part] for part in parts])
+            content = (writer.path / ".metadata").read_bytes()
+            checksum = zlib.crc32(content).to_bytes(CHECKSUM_BYTES)
+            write_durably(writer.path / ".metadata", content + checksum)
             write_durably(writer.path / "config.json", json.dumps(config.to_hf(), indent=2).encode())
             write_durably(writer.path / "state.json", json.dumps(state, indent=2).encode())
             if hf_files is not None:
@@ -120,28 +151,32 @@ def write_chunks(
             stack.close()
             write_durably(folder / LATEST_NAME, str(iteration).encode())
 
-        _together(group, planner.create_local_plan, begin)
-        _together(group, lambda: _write(writer, planner, rank), finish)
+        together(group, planner.create_local_plan, begin)
+        together(group, lambda: _write(writer, planner, rank), finish)
 
 
-def _write(writer: FileSystemWriter, planner: ChunkPlanner, rank: int) -> list[WriteResult]:
-    """Writes this rank's chunks, in files of at most FILE_BYTES."""
-    results, items, size = [], [], 0
+def _write(writer: FileSystemWriter, planner: ChunkPlanner, rank: int) -> list[tuple[WriteResult, int]]:
+    """Writes this rank's chunks, in files of at most FILE_BYTES; returns where each is, and its checksum."""
+    written, items, size, files = [], [], 0, 0
 
     def flush() -> None:
-        prefix = SimpleNamespace(prefix=f"rank{rank:05d}_{len(results):05d}_")
-        results.append(writer.write_data(SavePlan(items, storage_data=prefix), planner).wait())
+        prefix = SimpleNamespace(prefix=f"rank{rank:05d}_{files:05d}_")
+        results = writer.write_data(SavePlan(items, storage_data=prefix), planner).wait()
+        with (writer.path / results[0].storage_data.relative_path).open("rb") as file:
+            for result in results:
+                place = result.storage_data
+                written.append((result, archive_checksum(file, place.offset, place.length)))
 
     for item in planner.create_local_plan().items:
         nbytes = planner.chunks[item.index].nbytes
         if items and size + nbytes > FILE_BYTES:
             flush()
-            items, size = [], 0
+            items, size, files = [], 0, files + 1
         items.append(item)
         size += nbytes
     if items:
         flush()
-    return [result for part in results for result in part]
+    return written
 
 
 def load(folder: Path, iteration: int, rectangles: list[Rectangle], group: ProcessGroup | None) -> None:
@@ -150,7 +185,7 @@ def load(folder: Path, iteration: int, rectangles: list[Rectangle], group: Proce
     What is not asked for is not read: without the `optimizer.*` rectangles this is an optimizer-free load.
     Raises: ValueError on every rank if the checkpoint lacks or differs from what any of them asks for.
     """
-    _together(group, lambda: Reader(iteration_folder(folder, iteration)).read(rectangles), lambda _: None)
+    together(group, lambda: Reader(iteration_folder(folder, iteration)).read(rectangles))
 
 
 class Reader:
@@ -165,6 +200,9 @@ class Reader:
         self._storage = FileSystemReader(folder)
         if not (folder / ".metadata").is_file():
             raise ValueError(f"{folder} is no complete checkpoint: it has no .metadata")
+        content = (folder / ".metadata").read_bytes()
+        if zlib.crc32(content[:-CHECKSUM_BYTES]) != int.from_bytes(content[-CHECKSUM_BYTES:]):
+            raise ValueError(f"{folder / '.metadata'} is damaged: its checksum does not match")
         try:
             self._metadata = self._storage.read_metadata()
         except Exception as error:  # whatever unpickling damaged bytes may raise
@@ -194,7 +232,7 @@ class Reader:
         for item in planner.create_local_plan().items:
             by_file.setdefault(self._metadata.storage_data[item.storage_index].relative_path, []).append(item)
         for file, items in by_file.items():
-            self._check_file(self.folder / file, items)
+            self._check_file(self.folder / file, {item.storage_index for item in items})
             try:
                 self._storage.read_data(LoadPlan(items), planner)
             except (RuntimeError, ValueError, AssertionError, EOFError, pickle.UnpicklingError) as error:
@@ -206,18 +244,27 @@ class Reader:
         self.read([Rectangle(name, self.shapes[name][0], offsets, result, owner=False)])
         return result
 
-    def _check_file(self, file: Path, items: list[ReadItem]) -> None:
+    def _check_file(self, file: Path, indices: Iterable[MetadataIndex]) -> None:
+        """Refuses a file that is missing, truncated, or another one under this name; reads none of the data."""
+        places = {index: self._metadata.storage_data[index] for index in indices}
         if not file.is_file():
-            raise ValueError(f"{file} is missing: it holds {items[0].storage_index.fqn}")
+            raise ValueError(f"{file} is missing: it holds {next(iter(places)).fqn}")
         size = file.stat().st_size
-        for item in items:
-            place = self._metadata.storage_data[item.storage_index]
-            if (end := place.offset + place.length) > size:
-                name = item.storage_index.fqn
-                raise ValueError(f"{file} is truncated: {name} ends at byte {end}, the file at byte {size}")
+        with file.open("rb") as stream:
+            for index, place in places.items():
+                if (end := place.offset + place.length) > size:
+                    raise ValueError(f"{file} is truncated: {index.fqn} ends at byte {end}, the file at byte {size}")
+                try:
+                    found = archive_checksum(stream, place.offset, place.length)
+                except (zipfile.BadZipFile, ValueError) as error:
+                    raise ValueError(f"{file}: cannot read {index.fqn}: {error}") from error
+                if found != self._metadata.planner_data[index]:
+                    raise ValueError(f"{file} is not the file that was saved: it holds other data as {index.fqn}")
 
 
-def _together(group: ProcessGroup | None, local: Callable[[], T], combine: Callable[[list[T]], object]) -> None:
+def together(
+    group: ProcessGroup | None, local: Callable[[], T], combine: Callable[[list[T]], object] = lambda results: None
+) -> None:
     """Runs `local` on every rank, then `combine` on rank 0 with all results; an error of any is raised on all."""
     if group is None or group.size() == 1:
         combine([local()])
