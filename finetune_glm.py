@@ -9,7 +9,7 @@ from megatron_glm.config import RunConfig
 from megatron_glm.data.loader import MicroBatches, PackedDataset, load_documents
 from megatron_glm.training.checkpointing import load_checkpoint
 from megatron_glm.training.evaluate import evaluate
-from megatron_glm.training.initialize import build_chunks, initialize, one_line_errors
+from megatron_glm.training.initialize import build_chunks, initialize, one_line_errors, ranks_from_slurm
 from megatron_glm.training.logging import log
 from megatron_glm.training.loop import batch_shape, train
 from megatron_glm.training.optimizer import build_optimizer
@@ -26,6 +26,7 @@ def packed(paths: Iterable[str], config: RunConfig) -> MicroBatches:
 
 
 def main() -> None:
+    ranks_from_slurm()
     config = parse(description=__doc__)
     groups = initialize(config)
     data = packed(config.data.data_path, config)

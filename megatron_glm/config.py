@@ -198,13 +198,23 @@ class CheckpointConfig(Section):
     save: str | None = option(None, "folder to write checkpoints to")
     load: str | None = option(None, "folder to load the latest checkpoint from; a converted one is iteration 0")
     save_interval: int | None = option(None, "iterations between checkpoints (default: only at the end)")
+    async_save: bool = option(False, "write checkpoints from a copy in host memory while training goes on")
+    keep_last: int | None = option(None, "checkpoints to keep, older ones are removed (default: all)")
+    save_failure: Literal["stop", "continue"] = option(
+        "stop", "when a checkpoint cannot be written (the one before stays): end the run, or report it and train on"
+    )
     finetune: bool = option(False, "load the weights only: fresh optimizer, iteration 0")
+    no_load_optim: bool = option(False, "continue at the checkpoint's iteration and data with a fresh optimizer")
 
     def check(self) -> None:
-        if self.save_interval is not None and self.save is None:
-            raise ValueError(f"--save-interval {self.save_interval} needs --save")
-        if self.finetune and self.load is None:
-            raise ValueError("--finetune needs --load")
+        """Refuses flags that another one is missing for."""
+        for name in ("save_interval", "async_save", "keep_last"):
+            if getattr(self, name) and self.save is None:
+                value = getattr(self, name)
+                raise ValueError(f"{flag_name(name)}{'' if value is True else f' {value}'} needs --save")
+        for name in ("finetune", "no_load_optim"):
+            if getattr(self, name) and self.load is None:
+                raise ValueError(f"{flag_name(name)} needs --load")
 
 
 @dataclass(frozen=True)
@@ -218,6 +228,11 @@ class TrainConfig(Section):
     eval_interval: int = option(100, "iterations between validations, with --valid-data-path")
     eval_iters: int | None = option(None, "global batches of one validation (default: the whole set once)")
     eval_only: bool = option(False, "one pass over --data-path without training, print the loss and stop")
+    exit_interval: int | None = option(None, "save and exit after an iteration that this divides")
+    exit_duration_in_mins: int | None = option(None, "save and exit this many minutes after the start")
+    on_nan: Literal["stop", "skip"] = option(
+        "stop", "when a loss or gradient is not finite: end the run, or leave that step's update out"
+    )
     log_interval: int = option(1, "iterations between log lines")
     log_file: str | None = option(None, "write one JSON object an iteration to this file")
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import concurrent.futures
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +26,147 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass
 class Progress:
-    """Where a run stands: optimizer steps taken, packs consumed."""
+    """Where a run stands: iterations done (a skipped step is one), packs consumed."""
 
     iteration: int = 0
     consumed_samples: int = 0
 
 
-def save_checkpoint(
-    config: RunConfig,
-    chunks: Sequence[GLMChunk],
-    optimizer: torch.optim.Optimizer,
-    groups: ParallelGroups,
-    progress: Progress,
-) -> None:
-    """Write the state after `progress.iteration` to --save; every rank calls it."""
-    folder = Path(config.checkpoint.save)
-    rectangles = model_rectangles(chunks) + optimizer_rectangles(chunks, optimizer)
-    state = {"consumed_samples": progress.consumed_samples} | data_order(config)
-    hf_files = None if config.hf_folder is None else Path(config.hf_folder)
-    sharded.save(folder, progress.iteration, rectangles, state, config.model, hf_files, groups.checkpoint)
-    log(f"saved iteration {progress.iteration} to {folder}")
+class Saver:
+    """Writes the checkpoints of a run to --save; every rank has one and calls it alike.
+
+    With --async-save a save waits only for the one before it and for the copy to host memory. Its files and its
+    collectives, on a group of their own, are then the work of a thread. An error shows in `failed` and is raised by the
+    next `wait` or `save`, or reported there with --save-failure continue. Leaving the context waits for the last save.
+
+    Raises: ValueError if --save holds checkpoints after `progress`; OSError if it cannot be written.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        chunks: Sequence[GLMChunk],
+        optimizer: torch.optim.Optimizer,
+        groups: ParallelGroups,
+        progress: Progress,
+    ) -> None:
+        self.config, self.chunks, self.optimizer, self.groups = config, chunks, optimizer, groups
+        self.hf_files = None if config.hf_folder is None else Path(config.hf_folder)
+        self.saved: int | None = progress.iteration  # what is on disk, or on its way; a run starts with nothing to save
+        self.host_copy = HostCopy()
+        self.thread = ThreadPoolExecutor(max_workers=1)
+        self.pending: Future | None = None
+        if config.checkpoint.save is not None:
+            self.folder = Path(config.checkpoint.save)
+            sharded.together(groups.checkpoint, lambda: None, lambda _: self._prepare(progress.iteration))
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            self.wait()
+        elif self.pending is not None:  # still a good checkpoint, but what ends the run is the other error
+            concurrent.futures.wait([self.pending])
+            if self.failed:
+                log(f"error: {self.pending.exception()}")
+
+    @property
+    def failed(self) -> bool:
+        """The save in the background has ended with an error; ranks see it at different times."""
+        return self.pending is not None and self.pending.done() and self.pending.exception() is not None
+
+    def save(self, progress: Progress) -> None:
+        """Save the state of now, once; nothing without --save."""
+        if self.config.checkpoint.save is None or self.saved == progress.iteration:
+            return
+        self.wait()
+        self.saved = progress.iteration
+        state = {
+            "consumed_samples": progress.consumed_samples,
+            "optimizer_steps": optimizer_steps(self.optimizer),
+            **data_order(self.config),
+        }
+        rectangles = model_rectangles(self.chunks) + optimizer_rectangles(self.chunks, self.optimizer)
+        if self.config.checkpoint.async_save:
+            rectangles = self.host_copy.take(rectangles)
+            self.pending = self.thread.submit(self._write, progress.iteration, rectangles, state)
+        else:
+            with self._failures():
+                self._write(progress.iteration, rectangles, state)
+
+    def wait(self) -> None:
+        """Wait for the save in the background, if there is one.
+
+        Raises: OSError if it failed, with --save-failure stop.
+        """
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            with self._failures():
+                pending.result()
+
+    def _write(self, iteration: int, rectangles: list[Rectangle], state: dict[str, Any]) -> None:
+        config, group = self.config, self.groups.checkpoint
+        sharded.together(group, lambda: refuse_not_finite(rectangles))
+        sharded.save(self.folder, iteration, rectangles, state, config.model, self.hf_files, group)
+        log(f"saved iteration {iteration} to {self.folder}")
+        if self.hf_files is not None:
+            self.hf_files = sharded.iteration_folder(self.folder, iteration) / "hf"  # where it came from may be removed
+        if (keep := config.checkpoint.keep_last) is not None:
+            sharded.together(group, lambda: None, lambda _: sharded.remove_old(self.folder, keep))
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """What becomes of an error of a save; all ranks have it."""
+        try:
+            yield
+        except (OSError, ValueError, RuntimeError) as error:
+            message = f"iteration {self.saved} is not saved: {error}"
+            if self.config.checkpoint.save_failure == "stop":
+                raise OSError(message) from error
+            self.saved = None
+            log(f"error: {message}; training goes on (--save-failure continue)")
+
+    def _prepare(self, iteration: int) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        latest = sharded.latest(self.folder)
+        if latest is not None and latest > iteration:
+            raise ValueError(
+                f"--save {self.folder} already holds iteration {latest}, this run starts after {iteration}: "
+                "resume with --load, or choose another folder"
+            )
+        sharded.remove_unfinished(self.folder)
+
+
+class HostCopy:
+    """Copies of what this rank writes, in one host buffer (pinned where there is a GPU) that every save uses again."""
+
+    buffer: torch.Tensor | None = None
+
+    def take(self, rectangles: Sequence[Rectangle]) -> list[Rectangle]:
+        """The owned ones of `rectangles`, which are the same tensors each time, with their data as it is now."""
+        owned = [r for r in rectangles if r.owner]
+        ends = [0]
+        for r in owned:
+            ends.append(ends[-1] + -(-r.tensor.nbytes // 16) * 16)
+        if self.buffer is None:
+            self.buffer = torch.empty(ends[-1], dtype=torch.uint8)
+            if ends[-1] and torch.cuda.is_available():  # torch's own pinned memory is rounded up to a power of two
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), ends[-1], 0))
+        copies = []
+        for r, start in zip(owned, ends, strict=False):
+            place = self.buffer[start : start + r.tensor.nbytes].view(r.tensor.dtype).view(r.tensor.shape)
+            copies.append(replace(r, tensor=place.copy_(r.tensor, non_blocking=True)))
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        return copies
+
+
+def refuse_not_finite(rectangles: Sequence[Rectangle]) -> None:
+    """Raises ValueError naming the first tensor with a NaN or an infinity."""
+    for r in rectangles:
+        if r.tensor.numel() and not torch.stack(r.tensor.aminmax()).isfinite().all():
+            raise ValueError(f"{r.name} is not finite")
 
 
 def load_checkpoint(
@@ -53,7 +177,8 @@ def load_checkpoint(
 ) -> Progress:
     """Fill model and optimizer from the latest checkpoint of --load and say where that run stood.
 
-    Weights only, at iteration 0, without an optimizer, with --finetune and from a converted checkpoint.
+    Weights only, at iteration 0, without an optimizer, with --finetune and from a converted checkpoint; weights only,
+    but at the iteration and data position of the checkpoint, with --no-load-optim.
 
     Raises:
         ValueError: if the checkpoint is of another model, or resuming it would deal other data.
@@ -64,6 +189,7 @@ def load_checkpoint(
     iteration = sharded.latest(folder)
     resume = optimizer is not None and iteration > 0 and not config.checkpoint.finetune
     rectangles, progress = model_rectangles(chunks), Progress()
+    what = "weights only"
     if resume:
         state = sharded.read_state(folder, iteration)
         for name, value in data_order(config).items():
@@ -72,12 +198,14 @@ def load_checkpoint(
                     f"{folder} was trained with {flag_name(name)} {state[name]}, this run has {value}; "
                     "--finetune starts a new run from its weights"
                 )
-        rectangles += optimizer_rectangles(chunks, optimizer)
-        for moments in optimizer.state.values():
-            moments["step"].fill_(iteration)
         progress = Progress(iteration, state["consumed_samples"])
+        if not config.checkpoint.no_load_optim:
+            what = "weights and optimizer"
+            rectangles += optimizer_rectangles(chunks, optimizer)
+            for moments in optimizer.state.values():
+                moments["step"].fill_(state["optimizer_steps"])
     sharded.load(folder, iteration, rectangles, groups.checkpoint)
-    log(f"loaded iteration {iteration} of {folder}" + ("" if resume else " (weights only)"))
+    log(f"loaded iteration {iteration} of {folder} ({what})")
     return progress
 
 
@@ -90,6 +218,11 @@ def data_order(config: RunConfig) -> dict[str, Any]:
         "packing": data.packing,
         "overlong": data.overlong,
     }
+
+
+def optimizer_steps(optimizer: torch.optim.Optimizer) -> int:
+    """Steps that the moments have seen: iterations less the skipped ones, counted anew with a fresh optimizer."""
+    return int(next(iter(optimizer.state.values()))["step"])
 
 
 def model_rectangles(chunks: Sequence[GLMChunk]) -> list[Rectangle]:

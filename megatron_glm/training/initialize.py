@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,8 +23,25 @@ from megatron_glm.parallel.pipeline.layout import PipelineLayout, build_layout
 from megatron_glm.training.logging import describe, log
 
 
+def ranks_from_slurm() -> None:
+    """What torchrun would have set in the environment, from SLURM's variables, for a process that srun started.
+
+    The first node of the step is the meeting point, on a port that follows from the job's number, unless MASTER_ADDR
+    and MASTER_PORT say otherwise. Nothing changes under torchrun, outside SLURM and for a single task.
+    """
+    env = os.environ
+    if "RANK" in env or "SLURM_PROCID" not in env or env.get("SLURM_NTASKS", "1") == "1":
+        return
+    if "MASTER_ADDR" not in env:
+        nodes = env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"]
+        names = subprocess.run(["scontrol", "show", "hostnames", nodes], check=True, capture_output=True, text=True)
+        env["MASTER_ADDR"] = names.stdout.split()[0]
+    env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 10000))
+    env |= {"WORLD_SIZE": env["SLURM_NTASKS"], "RANK": env["SLURM_PROCID"], "LOCAL_RANK": env["SLURM_LOCALID"]}
+
+
 def initialize(config: RunConfig) -> ParallelGroups:
-    """Check the configuration, then start torch.distributed (under torchrun, or as one process) and make the groups.
+    """Check the configuration, then start torch.distributed (torchrun, srun or one process) and make the groups.
 
     Raises:
         ValueError: naming the flags, before any process group exists.
@@ -33,7 +51,8 @@ def initialize(config: RunConfig) -> ParallelGroups:
     micro_batches = config.micro_batches(config.parallel.data_parallel_size(world_size))
     check_layout(config.parallel, config.model, world_size, config.data.seq_length, micro_batches)
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())  # srun may show each process its own GPU only
     kernels = config.kernels
     backends.check(kernels.attention_backend, config.model, config.parallel.tensor_model_parallel_size)
     backends.load(kernels.attention_backend, config.dense_rows, kernels.deterministic)

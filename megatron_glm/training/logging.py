@@ -57,7 +57,8 @@ class IterationLog:
         """Report one iteration.
 
         Args:
-            record: iteration, lm_loss, grad_norm, learning_rate, loss_tokens and what else there is.
+            record: iteration, lm_loss, grad_norm, learning_rate, loss_tokens and what else there is; a skipped step has
+                no loss and no norm.
             seconds: what the iteration took, without validation and saving.
             tokens, flops: of the whole step over all ranks, padding excluded.
         """
@@ -70,7 +71,9 @@ class IterationLog:
             self.file.write(json.dumps(record | rates | {"peak_memory_bytes": peak_memory_bytes()}) + "\n")
             self.file.flush()
         self.window.append(rates | {"seconds": seconds})
-        if record["iteration"] % self.interval == 0 or record["iteration"] == self.train_iters:
+        if "skipped" in record:
+            log(f" iteration {record['iteration']} is skipped: {record['skipped']}")
+        elif record["iteration"] % self.interval == 0 or record["iteration"] == self.train_iters:
             self._print(record, consumed_samples)
             self.window.clear()
 

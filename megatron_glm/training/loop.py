@@ -1,23 +1,29 @@
-"""The training loop: data, step, report, validation, checkpoint."""
+"""The training loop: data, step, report, validation, checkpoint, and the ways to leave it early."""
 
 from __future__ import annotations
 
+import signal
+import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from megatron_glm.config import RunConfig
 from megatron_glm.data.loader import MicroBatches
+from megatron_glm.data.packing import PackedBatch
 from megatron_glm.model.glm import GLMChunk
 from megatron_glm.parallel.groups import ParallelGroups
-from megatron_glm.training.checkpointing import Progress, save_checkpoint
+from megatron_glm.training.checkpointing import Progress, Saver
 from megatron_glm.training.evaluate import evaluate
 from megatron_glm.training.logging import IterationLog, log
 from megatron_glm.training.lr import learning_rate
-from megatron_glm.training.step import train_step
+from megatron_glm.training.step import Requests, StepCounts, count, train_step
+
+START = time.monotonic()  # for --exit-duration-in-mins: when the program imported this
+REQUEUE = 75  # exit code (EX_TEMPFAIL) after a signal: the checkpoint is written, start the same command again
 
 
 def train(
@@ -32,42 +38,94 @@ def train(
     """Train from `progress` to the last iteration; what a step does depends on the iteration and the seed alone.
 
     Raises:
-        FloatingPointError: naming the iteration, if a loss or gradient is not finite.
-        ValueError: before the first step, if a checkpoint that this run will write is already there.
+        FloatingPointError: naming the iteration, if a loss or gradient is not finite, with --on-nan stop.
+        ValueError: before the first step, if --save holds later checkpoints than this run starts from.
+        OSError: if a checkpoint cannot be written, with --save-failure stop.
+        SystemExit: with code REQUEUE, after a signal and a save.
     """
     train_iters = total_iterations(config, data)
-    check_save_folder(config, progress)
     if progress.iteration >= train_iters:
         log(f"nothing to train: iteration {progress.iteration} of {train_iters} is reached")
     iteration_log = IterationLog(config.train.log_file, config.train.log_interval, train_iters)
-    while progress.iteration < train_iters:
-        start = time.perf_counter()
-        iteration = progress.iteration + 1
-        rate = learning_rate(config.optimizer, iteration, train_iters)
-        batches = data.batch(progress.consumed_samples, *batch_shape(config, groups))
-        try:
-            result = train_step(chunks, batches, optimizer, groups, config, rate)
-        except FloatingPointError as error:
-            raise FloatingPointError(f"iteration {iteration}: {error}") from error
-        seconds = time.perf_counter() - start
-        progress.iteration = iteration
-        progress.consumed_samples += config.train.global_batch_size
-        record: dict[str, Any] = {
-            "iteration": iteration,
-            "lm_loss": result.loss,
-            "grad_norm": result.grad_norm,
-            "learning_rate": rate,
-            "loss_tokens": result.counts.loss_tokens,
-        }
-        last = iteration == train_iters
-        if validation is not None and (last or iteration % config.train.eval_interval == 0):
-            steps = validation.evaluation(*batch_shape(config, groups), config.train.eval_iters)
-            record["valid_lm_loss"], tokens = evaluate(chunks, steps, groups, config)
-            log(f" validation at iteration {iteration} | lm loss: {record['valid_lm_loss']:.6E} | tokens: {tokens}")
-        iteration_log.report(record, progress.consumed_samples, seconds, result.counts.tokens, result.counts.flops)
-        interval = config.checkpoint.save_interval
-        if config.checkpoint.save is not None and (last or (interval and iteration % interval == 0)):
-            save_checkpoint(config, chunks, optimizer, groups, progress)
+    with (
+        Saver(config, chunks, optimizer, groups, progress) as saver,
+        noted_signals(config.checkpoint.save is not None) as signals,
+    ):
+        while progress.iteration < train_iters:
+            start = time.perf_counter()
+            batches = data.batch(progress.consumed_samples, *batch_shape(config, groups))
+            requests = Requests(len(signals) > 0, time_is_up(config), saver.failed)
+            counts = count(batches, groups, config, requests)
+            if counts.requests.save_failed:
+                saver.wait()
+            if counts.requests.preempted or counts.requests.time_up:
+                log(f"leaving after iteration {progress.iteration}")
+                saver.save(progress)
+                saver.wait()
+                if counts.requests.preempted:
+                    sys.exit(REQUEUE)
+                return
+            record = step(config, chunks, batches, optimizer, groups, progress, train_iters, counts)
+            seconds = time.perf_counter() - start
+            iteration = progress.iteration
+            leave = iteration == train_iters or divides(config.train.exit_interval, iteration)
+            if validation is not None and (iteration == train_iters or divides(config.train.eval_interval, iteration)):
+                steps = validation.evaluation(*batch_shape(config, groups), config.train.eval_iters)
+                record["valid_lm_loss"], tokens = evaluate(chunks, steps, groups, config)
+                log(f" validation at iteration {iteration} | lm loss: {record['valid_lm_loss']:.6E} | tokens: {tokens}")
+            iteration_log.report(record, progress.consumed_samples, seconds, counts.tokens, counts.flops)
+            if leave or divides(config.checkpoint.save_interval, iteration):
+                saver.save(progress)
+            if leave:
+                return
+
+
+def step(
+    config: RunConfig,
+    chunks: Sequence[GLMChunk],
+    batches: Sequence[PackedBatch],
+    optimizer: torch.optim.Optimizer,
+    groups: ParallelGroups,
+    progress: Progress,
+    train_iters: int,
+    counts: StepCounts,
+) -> dict[str, Any]:
+    """The next iteration of `progress`, and its record for the log; a skipped one has no loss, but says why."""
+    iteration = progress.iteration + 1
+    rate = learning_rate(config.optimizer, iteration, train_iters)
+    try:
+        result = train_step(chunks, batches, optimizer, groups, config, rate, counts)
+    except FloatingPointError as error:
+        raise FloatingPointError(f"iteration {iteration}: {error}") from error
+    progress.iteration = iteration
+    progress.consumed_samples += config.train.global_batch_size
+    record = {"iteration": iteration, "learning_rate": rate, "loss_tokens": counts.loss_tokens}
+    if result.fault is not None:
+        return record | {"lm_loss": None, "grad_norm": None, "skipped": result.fault}
+    return record | {"lm_loss": result.loss, "grad_norm": result.grad_norm}
+
+
+def divides(interval: int | None, iteration: int) -> bool:
+    return interval is not None and iteration % interval == 0
+
+
+def time_is_up(config: RunConfig) -> bool:
+    minutes = config.train.exit_duration_in_mins
+    return minutes is not None and time.monotonic() - START > minutes * 60
+
+
+@contextmanager
+def noted_signals(note: bool) -> Iterator[list[int]]:
+    """Yields a list of the SIGTERM and SIGUSR1 (SLURM's preemption) that have come; without `note` none is caught."""
+    received: list[int] = []
+    before = {}
+    for number in (signal.SIGTERM, signal.SIGUSR1) if note else ():
+        before[number] = signal.signal(number, lambda number, _: received.append(number))
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)  # None: it was not set from Python
 
 
 def batch_shape(config: RunConfig, groups: ParallelGroups) -> tuple[int, int, int, int]:
@@ -80,14 +138,3 @@ def total_iterations(config: RunConfig, data: MicroBatches) -> int:
     if config.train.train_iters is not None:
         return config.train.train_iters
     return -(-config.train.train_epochs * data.dataset.packs_per_epoch // config.train.global_batch_size)
-
-
-def check_save_folder(config: RunConfig, progress: Progress) -> None:
-    """Refuse to start a run whose checkpoints would meet later ones of another."""
-    if config.checkpoint.save is not None:
-        found = [int(path.name[5:]) for path in Path(config.checkpoint.save).glob("iter_" + "[0-9]" * 7)]
-        if max(found, default=0) > progress.iteration:
-            raise ValueError(
-                f"--save {config.checkpoint.save} already holds iteration {max(found)}, this run starts after "
-                f"{progress.iteration}: resume with --load, or choose another folder"
-            )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,31 +17,44 @@ from megatron_glm.flops import training_flops
 from megatron_glm.model.glm import ChunkOutput, GLMChunk
 from megatron_glm.model.plan import AttentionPlan, has_sparse_rows
 from megatron_glm.model.router import update_router_biases
-from megatron_glm.parallel.fsdp import reduce_partial_gradients, set_gradient_sync
+from megatron_glm.parallel.fsdp import local, reduce_partial_gradients, set_gradient_sync
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.pipeline.p2p import Boundary, GroupTransport
 from megatron_glm.parallel.pipeline.runner import Runner
 from megatron_glm.parallel.pipeline.schedule import build_schedule
 from megatron_glm.training.initialize import current_device, pipeline_layout
-from megatron_glm.training.optimizer import clip_gradients, gradient_norm
+from megatron_glm.training.optimizer import clip_gradients, gradient_norm, trained_parameters
+
+
+class Requests(NamedTuple):
+    """What this rank asks of all before a step: 0 or 1 each; summed over the ranks, what any of them asks."""
+
+    preempted: int = 0  # save and leave: a signal has come
+    time_up: int = 0  # save and leave: --exit-duration-in-mins is over
+    save_failed: int = 0  # look at the save in the background
+
+
+NO_REQUESTS = Requests()
 
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Whole numbers of a step, summed over the data-parallel ranks; padding is in none of them."""
+    """Whole numbers of a step, summed over the data-parallel ranks (padding is in none), and requests of all ranks."""
 
     loss_tokens: int
     tokens: int
     flops: int
+    requests: Requests = NO_REQUESTS
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """loss: mean over the step's loss tokens; grad_norm: before clipping."""
+    """loss: mean over the step's loss tokens; grad_norm: before clipping; fault: why the step was skipped, or None."""
 
     loss: float
     grad_norm: float
     counts: StepCounts
+    fault: str | None = None
 
 
 def train_step(
@@ -50,28 +64,39 @@ def train_step(
     groups: ParallelGroups,
     config: RunConfig,
     learning_rate: float,
+    counts: StepCounts | None = None,
 ) -> StepResult:
     """Gradients of all micro-batches of this rank, clipped, applied; the router's biases follow.
 
+    If the loss or the gradient is not finite, everything stays as it was before the step, with --on-nan skip.
+
+    Args:
+        counts: what `count` said of these batches; without it, it is asked here.
     Raises:
-        FloatingPointError: if the loss or the gradient is not finite; the weights are then as before the step.
+        FloatingPointError: if the loss or the gradient is not finite, with --on-nan stop.
     """
-    counts = count(batches, groups, config)
+    counts = counts or count(batches, groups, config)
     for chunk in chunks:
         set_gradient_sync(chunk, config.parallel.grad_sync == "every")
     losses = run_micro_batches(chunks, batches, groups, config, divisor=max(counts.loss_tokens, 1))
     reduce_partial_gradients(chunks)
     mean_loss = sum_over_ranks(losses, groups)
     grad_norm = gradient_norm(chunks, groups.world)
-    if not torch.isfinite(torch.tensor([mean_loss, grad_norm])).all():
-        raise FloatingPointError(f"lm loss is {mean_loss} and grad norm {grad_norm}: the step is not taken")
+    routers = [router for chunk in chunks for router in chunk.routers()]
+    if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
+        fault = f"lm loss is {mean_loss} and grad norm {grad_norm}: {first_not_finite(chunks, losses, groups)}"
+        if config.train.on_nan == "stop":
+            raise FloatingPointError(fault)
+        optimizer.zero_grad()
+        for router in routers:
+            router.counts.zero_()
+        return StepResult(mean_loss, grad_norm, counts, fault)
     if config.optimizer.clip_grad > 0:
         clip_gradients(chunks, grad_norm, config.optimizer.clip_grad)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step()
     optimizer.zero_grad()
-    routers = [router for chunk in chunks for router in chunk.routers()]
     update_router_biases(routers, config.optimizer.moe_router_bias_update_rate)
     return StepResult(mean_loss, grad_norm, counts)
 
@@ -142,14 +167,42 @@ class MicroBatch(NamedTuple):
         return cls(batch.tokens.to(device), labels.to(device), plan)
 
 
-def count(batches: Sequence[PackedBatch], groups: ParallelGroups, config: RunConfig) -> StepCounts:
-    """Counts of the whole step: one all-reduce of host integers."""
+def first_not_finite(chunks: Sequence[GLMChunk], losses: Sequence[Tensor], groups: ParallelGroups) -> str:
+    """Where a NaN or an infinity is: weight, loss of a micro-batch, gradient, each with the first rank that has it.
+
+    A gradient is the rank's share of what the data ranks have summed. Every rank gets the same sentence.
+    """
+
+    def first(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
+        return next((name for name, tensor in tensors if not local(tensor).isfinite().all()), None)
+
+    trained = [(name, parameter) for name, parameter, _ in trained_parameters(chunks)]
+    mine = (
+        first(trained),
+        first((f"of micro-batch {i}", loss) for i, loss in enumerate(losses)),
+        first((name, parameter.grad) for name, parameter in trained if parameter.grad is not None),
+    )
+    found = [None] * groups.gloo_world.size()
+    dist.all_gather_object(found, mine, group=groups.gloo_world)
+    places = []
+    for kind, names in zip(("weight", "loss", "gradient"), zip(*found, strict=True), strict=True):
+        rank = next((rank for rank, name in enumerate(names) if name is not None), None)
+        if rank is not None:
+            places.append(f"the first {kind} that is not finite is {names[rank]} of rank {rank}")
+    return ", ".join(places)
+
+
+def count(
+    batches: Sequence[PackedBatch], groups: ParallelGroups, config: RunConfig, requests: Requests = NO_REQUESTS
+) -> StepCounts:
+    """Counts of the whole step, and what any rank requests: one all-reduce of host integers."""
     lengths = [length for batch in batches for length in batch.doc_lengths]
     mine = [sum(batch.loss_tokens for batch in batches), sum(lengths), training_flops(config.model, lengths)]
     speaks = groups.tp_cp.rank() == 0 and groups.pp.rank() == 0  # the ranks of one replica have the same batches
-    totals = torch.tensor(mine if speaks else [0, 0, 0], dtype=torch.int64)
+    totals = torch.tensor([*(mine if speaks else [0, 0, 0]), *requests], dtype=torch.int64)
     dist.all_reduce(totals, group=groups.gloo_world)
-    return StepCounts(*totals.tolist())
+    loss_tokens, tokens, flops, *asked = totals.tolist()
+    return StepCounts(loss_tokens, tokens, flops, Requests(*asked))
 
 
 def sum_over_ranks(losses: Sequence[Tensor], groups: ParallelGroups) -> float:
