@@ -28,7 +28,7 @@ def matmul_rate() -> float:
 def show(row: dict) -> None:
     rate = f"{row['tflops']:7.0f}" if row.get("tflops") else "      -"
     peers = "  ".join(f"{name} {row['ms'] / ms:.3f}x ({ms:.3f} ms)" for name, ms in row.get("peers", {}).items())
-    print(f"{row['op']:<16}{row['backend']:<10}{row['case']:<34}{row['ms']:9.3f} ms {rate}  {peers}  {row['check']}")
+    print(f"{row['op']:<16}{row['backend']:<11}{row['case']:<34}{row['ms']:9.3f} ms {rate}  {peers}  {row['check']}")
     sys.stdout.flush()
 
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from measure import judge, milliseconds, relative_error
+from measure import judge, milliseconds, relative_error, times
 from torch import Tensor
 
 from megatron_glm.config import ModelConfig, ParallelConfig
@@ -28,6 +28,12 @@ SAMPLE = 128  # rows that the fp32 reference computes of a large case
 
 def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, device="cuda").bfloat16()
+
+
+def compared(run: Callable[[], object], peers: dict[str, Callable[[], object]]) -> tuple[float, dict[str, float]]:
+    """Milliseconds of `run` and of its peers."""
+    measured = times(ours=run, **peers)
+    return measured.pop("ours"), measured
 
 
 def packed(documents: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -68,19 +74,18 @@ def index_topk(chosen: list[str], tokens: list[int]) -> Iterator[dict]:
         reference = indexer.index_topk_torch(iq[sample], ik, w[sample], start[sample], end[sample], SLOTS)
         peers = {}
         if rows == total <= 32768 and len(segments) == 4:
-            peers = {"cudnn calls": milliseconds(partial(_index_calls, iq, ik, w, end))}
-            peers["torch.topk"] = milliseconds(_index_torch(iq, ik, w, end))
+            peers = {"cuDNN calls": partial(_index_calls, iq, ik, w, end), "torch.topk": _index_torch(iq, ik, w, end)}
         operations = 2 * 32 * 128 * (end - start).sum().item()
         for backend in chosen:
             planned = (segments,) if backend in indexer.PLANNED_ON_HOST else ()
             run = partial(indexer.BACKENDS[backend], iq, ik, w, start, end, SLOTS, *planned)
+            time, measured = compared(run, peers)
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             wrong = _other_keys(run()[sample], reference, iq[sample], ik, w[sample])
             extra = (torch.cuda.max_memory_allocated() - before) / 2**20
-            time = milliseconds(run)
             yield {
-                "backend": backend, "case": name, "ms": time, "tflops": operations / time / 1e9, "peers": peers,
+                "backend": backend, "case": name, "ms": time, "tflops": operations / time / 1e9, "peers": measured,
                 "extra_mib": extra, "check": f"{extra:.0f} MiB, {wrong}",
             }  # fmt: skip
 
@@ -148,14 +153,16 @@ def sparse_forward(chosen: list[str], tokens: list[int]) -> Iterator[dict]:
         wide = F.pad(q, (0, 0, 0, 64 - heads)) if heads < 64 else q
         given = (wide, kv.unsqueeze(1), idx.unsqueeze(1), SCALE, LATENT, None, length)
         direct = partial(flash_mla_sparse_fwd, *given, **LEGACY)
-        peers = {"FlashMLA": milliseconds(direct)} if wide.numel() < 2**31 else {}
+        peers = {"FlashMLA": direct} if wide.numel() < 2**31 else {}
         for backend in chosen:
             run = partial(sparse_mla.BACKENDS[backend][0], q, kv, idx, length, LATENT, SCALE)
             out, lse = run()
             errors = {"out": relative_error(out[sample], reference[0]), "lse": _same(lse[sample], reference[1])}
-            time = milliseconds(run)
+            time, measured = compared(run, peers)
             rate = 2 * heads * length.sum().item() * (WIDTH + LATENT) / time / 1e9
-            yield {"backend": backend, "case": name, "ms": time, "tflops": rate, "peers": peers, "check": judge(errors)}
+            yield {
+                "backend": backend, "case": name, "ms": time, "tflops": rate, "peers": measured, "check": judge(errors)
+            }  # fmt: skip
 
 
 def _same(value: Tensor, reference: Tensor) -> float:
@@ -183,20 +190,22 @@ def sparse_backward(chosen: list[str], tokens: list[int]) -> Iterator[dict]:
         sink = torch.full((stats.shape[1],), float("-inf"), device="cuda")
         given = (wide[0], kv, *wide[1:], stats, sink, idx)
         direct = partial(DSA.sparse_attention_backward_wrapper, *given, softmax_scale=SCALE, topk_length=length)
-        peers = {"cuDNN": milliseconds(direct)} if wide[0].numel() < 2**31 else {}
+        peers = {"cuDNN": direct} if wide[0].numel() < 2**31 else {}
         for backend in chosen:
             run = partial(sparse_mla.BACKENDS[backend][1], grad, q, kv, out, lse, idx, length, SCALE)
             grad_q, grad_kv = run()
             errors = {"dq": relative_error(grad_q[sample], reference[0])}
             if len(sample) == rows:
                 errors["dkv"] = relative_error(grad_kv, reference[1])
-            time = milliseconds(run)
+            time, measured = compared(run, peers)
             rate = 2 * heads * length.sum().item() * (3 * WIDTH + 2 * LATENT) / time / 1e9
-            yield {"backend": backend, "case": name, "ms": time, "tflops": rate, "peers": peers, "check": judge(errors)}
+            yield {
+                "backend": backend, "case": name, "ms": time, "tflops": rate, "peers": measured, "check": judge(errors)
+            }  # fmt: skip
 
 
 def dense(chosen: list[str], tokens: list[int]) -> Iterator[dict]:
-    """Forward and backward of the dense rows: documents of up to index_topk tokens, and one of the ranks of cp 4."""
+    """Forward and backward of dense rows: documents of up to index_topk tokens."""
     for total in [n for n in tokens if n <= 32768]:
         cases = {"2048 each": (SLOTS,) * (total // SLOTS), "200-2000": documents_of(total)}
         for name, documents in cases.items():
@@ -241,8 +250,9 @@ def _module(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:
 def attention(chosen: list[str], tokens: list[int]) -> Iterator[dict]:
     """Forward and backward, dense rows auto against off, of an MLA layer and of its core.
 
-    The core starts at queries and latents and ends at the heads' outputs: the selection and the absorbed attention, or
-    the expansion of the keys and the dense attention, and all copies between them.
+    The core starts at queries and latents and ends at the heads' outputs: indexer and absorbed attention, or the
+    expansion of the keys and the dense attention, and all copies between them. With cp 2 it has the indexer's kernels
+    without its projections.
     """
     config = ModelConfig.from_hf("glm5.2")
     for backend in chosen:
@@ -252,57 +262,56 @@ def attention(chosen: list[str], tokens: list[int]) -> Iterator[dict]:
             grad = torch.randn_like(x)
             cases = {"200-2000": documents_of(total), "one": (total,), "3/4 and 1/4": (total * 3 // 4, total // 4)}
             for name, documents in cases.items():
-                times, outputs = {}, {}
+                runs, outputs = {}, {}
                 for ranks, kind in ((1, "auto"), (1, "off"), (2, "auto"), (2, "off")):
                     plan = AttentionPlan.build(
                         config, documents, total, cp_rank=0, cp_size=ranks, dense_rows=kind, device="cuda"
                     )
-                    times["core", ranks, kind] = milliseconds(_core(layer, plan))
+                    runs["core", ranks, kind] = _core(layer, plan, x.detach() if ranks == 1 else None)
                     if ranks == 1:
+                        runs["layer", ranks, kind] = partial(_backward, layer, grad, x, plan, None)
                         with torch.no_grad():
                             outputs[kind] = layer(x, plan, None)[0]
-                        times["layer", ranks, kind] = milliseconds(partial(_backward, layer, grad, x, plan, None))
                 # Two results of bf16 kernels differ by more than one differs from fp32.
                 check = judge({"out": relative_error(outputs["auto"], outputs["off"]) / 2})
                 for part, ranks in (("core", 1), ("layer", 1), ("core", 2)):
+                    time, off = compared(runs[part, ranks, "auto"], {"off": runs[part, ranks, "off"]})
                     yield {
-                        "backend": backend,
-                        "case": f"{total} {name}: {part}{' of cp 2' * (ranks == 2)}",
-                        "ms": times[part, ranks, "auto"],
-                        "peers": {"off": times[part, ranks, "off"]},
-                        "check": check if ranks == 1 else "",
-                    }
+                        "backend": backend, "case": f"{total} {name}: {part}{' of cp 2' * (ranks == 2)}", "ms": time,
+                        "peers": off, "check": check if ranks == 1 else "",
+                    }  # fmt: skip
 
 
 def _backward(module: torch.nn.Module, grad: Tensor, *inputs: object) -> None:
     module(*inputs)[0].backward(grad)
 
 
-def _core(layer: MLA, plan: AttentionPlan) -> Callable[[], None]:
+def _core(layer: MLA, plan: AttentionPlan, x: Tensor | None) -> Callable[[], None]:
     rows = plan.total if plan.local_rows is None else len(plan.local_rows)
-    q_nope, q_rope, latents = (
-        normal(rows, HEADS, layer.nope),
-        normal(rows, HEADS, layer.rope),
-        normal(plan.total, WIDTH),
-    )
-    parts = [y.requires_grad_() for y in (q_nope, q_rope, latents)]
-    sparse = plan.sparse
-    if sparse is not None:
-        scored = len(sparse.shard_rows)
-        iq, ik, w = normal(scored, 32, 128), normal(plan.total, 128), torch.randn(scored, 32, device="cuda")
+    shapes = (rows, HEADS, layer.nope), (rows, HEADS, layer.rope), (plan.total, WIDTH)
+    parts = [normal(*shape).requires_grad_() for shape in shapes]
+    select = None
+    if plan.sparse is not None and x is not None:
+        select = partial(layer.indexer, x, normal(rows, layer.q_a_proj.weight.shape[0]), plan)
+    elif plan.sparse is not None:
+        scored = len(plan.sparse.shard_rows)
+        select = partial(_select, plan, layer.backend, normal(scored, 32, 128), normal(plan.total, 128))
 
     def run():
         outputs = []
-        if sparse is not None:
-            ranges = (sparse.start, sparse.end, plan.slots, layer.backend, sparse.segments)
-            topk = torch.empty(rows, plan.slots, dtype=torch.int32, device="cuda")
-            topk.index_copy_(0, sparse.shard_rows, indexer.index_topk(iq, ik, w, *ranges))
-            outputs.append(layer._attend_sparse(*parts, topk, plan))
+        if select is not None:
+            outputs.append(layer._attend_sparse(*parts, select(), plan))
         if plan.dense is not None:
             outputs.append(layer._attend_dense(*parts, plan))
         torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
 
     return run
+
+
+def _select(plan: AttentionPlan, backend: str, iq: Tensor, ik: Tensor) -> Tensor:
+    sparse, w = plan.sparse, iq[..., 0].float()
+    chosen = indexer.index_topk(iq, ik, w, sparse.start, sparse.end, plan.slots, backend, sparse.segments)
+    return chosen.new_empty(len(plan.local_rows), plan.slots).index_copy_(0, sparse.shard_rows, chosen)
 
 
 def experts(chosen: list[str], tokens: list[int]) -> Iterator[dict]:
@@ -332,12 +341,11 @@ def experts(chosen: list[str], tokens: list[int]) -> Iterator[dict]:
             torch.autograd.backward((first, second), grads)
 
         errors = {"out": relative_error(layer()[:SAMPLE], _experts_in_fp32(x[:SAMPLE], ids, weights, bank))}
-        alone = milliseconds(gemms)
-        time = milliseconds(lambda: layer().backward(grad))  # noqa: B023
+        time, alone = compared(lambda: layer().backward(grad), {"GEMMs alone": gemms})  # noqa: B023
         operations = 3 * 2 * len(rows) * 3 * config.hidden_size * config.moe_intermediate_size
         yield {
             "backend": "grouped_mm", "case": f"{total} tokens, fwd+bwd", "ms": time, "tflops": operations / time / 1e9,
-            "peers": {"GEMMs alone": alone}, "check": judge(errors),
+            "peers": alone, "check": judge(errors),
         }  # fmt: skip
 
 

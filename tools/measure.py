@@ -7,31 +7,34 @@ from collections.abc import Callable
 
 import torch
 
-BUDGET_MS = 300.0  # device time of one measurement
+ROUNDS = 7
+BURST_MS = 10.0  # calls are timed in bursts of this length, so that the host's part hides as it does in training
 TOLERANCE = {"out": 5e-3, "gradient": 1e-2}  # relative to fp32
 
 
 def milliseconds(run: Callable[[], object]) -> float:
-    """Median time of one call. Calls are timed in bursts, so that the host's part hides as it does in training."""
-    for _ in range(2):
+    """Median time of one call."""
+    return times(run=run)["run"]
+
+
+def times(**runs: Callable[[], object]) -> dict[str, float]:
+    """Median time of one call of each; they take turns, so that the clock of a warm chip favours none."""
+    bursts = {}
+    for name, run in runs.items():
         run()
-    burst, bursts = 1, 3
-    while True:
-        times = []
-        for _ in range(bursts):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(burst):
-                run()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) / burst)
-        middle = statistics.median(times)
-        if bursts > 3:
-            return middle
-        burst, bursts = max(1, min(20, int(10 / middle))), 7
-        if middle * bursts > BUDGET_MS * 2:
-            return middle
+        bursts[name] = max(1, min(20, int(BURST_MS / _burst(run, 2))))
+    rounds = [{name: _burst(run, bursts[name]) for name, run in runs.items()} for _ in range(ROUNDS)]
+    return {name: statistics.median(sample[name] for sample in rounds) for name in runs}
+
+
+def _burst(run: Callable[[], object], calls: int) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(calls):
+        run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / calls
 
 
 def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megatron_glm.ops.indexer import key_segments
 
-SCORE_BYTES = 1 << 30  # score buffer and scratch of one call
-BYTES_A_SCORE = 12  # an fp32 score and the two int32 words that the top-k kernel wants beside it
+SCORE_BYTES = 3 << 28  # fp32 scores of one call; large, because a call of few rows leaves processors idle
+SCRATCH_BYTES = 1 << 28  # of the top-k kernel, two int32 words a score, so that it runs on a part of the rows at a time
 ROW_STEP, WIDTH_STEP = 64, 4096  # shapes are rounded up, so that few kernels are compiled and few plans kept
 ELEMENTS = 1 << 31  # the libraries count elements in int32: no tensor of one call reaches this
 LATENT, ROPE = 512, 64
@@ -43,7 +43,7 @@ class ScoreCall(NamedTuple):
     cu_keys: Tensor  # int32 [pieces + 1], where the keys of each piece begin in the pack
     first: Tensor  # int32 [pieces], keys before the last one that a piece's first row sees
     lengths: Tensor  # int32 [rows rounded up], keys that each row sees; 0 on the added rows
-    top_k: DSA.IndexerTopK
+    top_ks: list[tuple[slice, DSA.IndexerTopK]]  # over which of these rows each launch of the top-k kernel runs
 
     @property
     def rows(self) -> int:
@@ -74,7 +74,8 @@ def index_topk_cudnn(
     if calls:
         size = max(call.rows * call.width for call in calls)
         scores = torch.empty(size, dtype=torch.float32, device=iq.device)
-        scratch = torch.empty(2 * size, dtype=torch.int32, device=iq.device).view(torch.uint8)
+        scratch_size = max(top_k.scratch_workspace_bytes() for call in calls for _, top_k in call.top_ks)
+        scratch = torch.empty(scratch_size, dtype=torch.uint8, device=iq.device)
         for call in calls:
             _select(call, iq, ik, w, start, k, scores, scratch, selected)
     return selected[: iq.shape[0]]
@@ -106,7 +107,8 @@ def _select(
         q_causal_offsets=call.first,
     )
     index = out[call.begin : call.begin + call.rows]
-    call.top_k.execute(scores, call.lengths, out_indices=index, workspace=scratch)
+    for part, top_k in call.top_ks:
+        top_k.execute(scores[part], call.lengths[part], out_indices=index[part], workspace=scratch)
     if call.shifted:  # from columns to pack positions
         index = out[rows]
         index += start[rows].unsqueeze(1)
@@ -142,21 +144,25 @@ def _score_calls(segments: tuple[int, ...], k: int, device: torch.device) -> lis
     parts = torch.cat(padded).pin_memory().to(device, non_blocking=True).split([a.numel() for a in padded])
     parts = [part[: a.numel()] for part, a in zip(parts, arrays, strict=True)]
     arrays = [parts[i : i + 4] for i in range(0, len(parts), 4)]
-    return [ScoreCall(*call, *own, _top_k(own[-1], call[3], k)) for call, own in zip(calls, arrays, strict=True)]
+    return [ScoreCall(*call, *own, _top_ks(own[-1], call[3], k)) for call, own in zip(calls, arrays, strict=True)]
 
 
-def _top_k(lengths: Tensor, width: int, k: int) -> DSA.IndexerTopK:
+def _top_ks(lengths: Tensor, width: int, k: int) -> list[tuple[slice, DSA.IndexerTopK]]:
     """The class and not its wrapper, which would keep a plan of every shape it ever saw."""
-    scores = torch.empty(lengths.numel(), width, device=lengths.device)
-    top_k = DSA.IndexerTopK(scores, lengths, k, return_val=False, deterministic=True)
-    top_k.check_support()
-    top_k.compile()
-    return top_k
+    step = max(ROW_STEP, SCRATCH_BYTES // (8 * width) // ROW_STEP * ROW_STEP)
+    plans = []
+    for begin in range(0, lengths.numel(), step):
+        part = slice(begin, begin + step)
+        scores = torch.empty(lengths[part].numel(), width, device=lengths.device)
+        plans.append((part, DSA.IndexerTopK(scores, lengths[part], k, return_val=False, deterministic=True)))
+        plans[-1][1].check_support()
+        plans[-1][1].compile()
+    return plans
 
 
 def _pieces(segments: tuple[int, ...]):
     """Segments, those that outgrow a score buffer cut by rows: (row begin, row end, key begin, key end)."""
-    budget = SCORE_BYTES // BYTES_A_SCORE
+    budget = SCORE_BYTES // 4
     for i in range(0, len(segments), 4):
         row, row_end, begin, end = segments[i : i + 4]
         while row < row_end:
@@ -170,7 +176,7 @@ def _pieces(segments: tuple[int, ...]):
 def _fits(pieces: list[tuple[int, int, int, int]], piece: tuple[int, int, int, int]) -> bool:
     """Whether a piece can join a call: rows that follow, keys after all of the call's keys, and room for both."""
     joined = [*pieces, piece]
-    small = _rows(joined) * _width(joined) * BYTES_A_SCORE <= SCORE_BYTES
+    small = _rows(joined) * _width(joined) * 4 <= SCORE_BYTES
     return pieces[-1][1] == piece[0] and pieces[-1][3] <= piece[2] and small
 
 

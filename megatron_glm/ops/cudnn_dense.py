@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 BF16, FP32, INT32, INT64 = (getattr(cudnn.data_type, name) for name in ("BFLOAT16", "FLOAT", "INT32", "INT64"))
+ELEMENTS = 1 << 29  # of a tensor of one call, where it is still as fast and was seen to be right
 UIDS = {
     name: uid
     for uid, name in enumerate("q k v o stats grad dq dk dv rows keys q_at k_at v_at o_at stats_at".split(), start=1)
@@ -25,7 +26,6 @@ class Segments(NamedTuple):
     total: tuple[int, int]  # rows, keys of all of them, rounded up
     rectangular: bool  # some segment has more keys than rows
     gather: Tensor | None  # int64: keys in the order of the segments, where two segments share keys or some are unused
-    rows_used: int
     arrays: dict[str, Tensor]  # lengths int32 [batch] and offsets int64 [batch + 1], in elements
 
 
@@ -33,18 +33,16 @@ def dense_mla_cudnn(q: Tensor, k: Tensor, v: Tensor, segments: list[int], scale:
     """Forward of `ops.dense_mla.dense_mla`."""
     if q.dtype != torch.bfloat16:
         raise ValueError(f"dense rows by cuDNN compute in bfloat16 (--bf16), not {q.dtype}")
-    plan = _plan(tuple(segments), k.shape[0], q.shape[1], q.shape[2], v.shape[2], q.device)
     shape = (*q.shape[:2], v.shape[2])
-    if plan is None or plan.rows_used < q.shape[0]:
-        out, lse = q.new_zeros(shape), torch.full(shape[:2], float("-inf"), device=q.device)
-    else:
+    if _rows_used(segments) == q.shape[0]:
         out, lse = q.new_empty(shape), torch.empty(shape[:2], device=q.device)
-    if plan is not None:
-        k, v = _gathered(plan, k, v)
-        graph = _graph(
-            False, plan.batch, plan.longest, plan.total, plan.rectangular, shape[1], q.shape[2], shape[2], scale
-        )
-        _execute(graph, plan, q=q.contiguous(), k=k, v=v, o=out, stats=lse)
+    else:
+        out, lse = q.new_zeros(shape), torch.full(shape[:2], float("-inf"), device=q.device)
+    for rows, keys, own in _parts(tuple(segments), q.shape[1] * max(q.shape[2], v.shape[2])):
+        plan = _plan(own, keys.stop - keys.start, q.shape[1], q.shape[2], v.shape[2], q.device)
+        part_k, part_v = _gathered(plan, k[keys], v[keys])
+        graph = _graph(False, plan.batch, plan.longest, plan.total, plan.rectangular, *q.shape[1:], v.shape[2], scale)
+        _execute(graph, plan, q=q[rows].contiguous(), k=part_k, v=part_v, o=out[rows], stats=lse[rows])
     return out, lse
 
 
@@ -52,21 +50,62 @@ def dense_mla_backward_cudnn(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: list[int], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Backward of `ops.dense_mla.dense_mla`."""
-    plan = _plan(tuple(segments), k.shape[0], q.shape[1], q.shape[2], v.shape[2], q.device)
-    if plan is None:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    q = q.contiguous()
-    grad_q = torch.empty_like(q) if plan.rows_used == q.shape[0] else torch.zeros_like(q)
-    keys, values = _gathered(plan, k, v)
-    grad_k, grad_v = torch.empty_like(keys), torch.empty_like(values)
-    graph = _graph(True, plan.batch, plan.longest, plan.total, plan.rectangular, *q.shape[1:], v.shape[2], scale)
-    _execute(graph, plan, q=q, k=keys, v=values, o=out, stats=lse, grad=grad, dq=grad_q, dk=grad_k, dv=grad_v)
-    if plan.gather is not None:
-        grad_k, grad_v = (
-            torch.zeros(x.shape, device=x.device).index_add_(0, plan.gather, g.float()).to(x.dtype)
-            for x, g in ((k, grad_k), (v, grad_v))
-        )
+    grad_q = torch.empty_like(q) if _rows_used(segments) == q.shape[0] else torch.zeros_like(q)
+    parts = _parts(tuple(segments), q.shape[1] * max(q.shape[2], v.shape[2]))
+    grad_k = grad_v = None
+    if len(parts) != 1 or parts[0][1] != slice(0, k.shape[0]):
+        grad_k, grad_v = torch.zeros_like(k), torch.zeros_like(v)
+    for rows, keys, own in parts:
+        plan = _plan(own, keys.stop - keys.start, q.shape[1], q.shape[2], v.shape[2], q.device)
+        part_k, part_v = _gathered(plan, k[keys], v[keys])
+        given = dict(q=q[rows].contiguous(), k=part_k, v=part_v, o=out[rows], stats=lse[rows], grad=grad[rows])
+        sums = torch.empty_like(part_k), torch.empty_like(part_v)
+        graph = _graph(True, plan.batch, plan.longest, plan.total, plan.rectangular, *q.shape[1:], v.shape[2], scale)
+        _execute(graph, plan, **given, dq=grad_q[rows], dk=sums[0], dv=sums[1])
+        if plan.gather is not None:
+            shapes = k[keys].shape, v[keys].shape
+            sums = tuple(
+                torch.zeros(shape, device=q.device).index_add_(0, plan.gather, x.float()).to(x.dtype)
+                for shape, x in zip(shapes, sums, strict=True)
+            )
+        if grad_k is None:
+            grad_k, grad_v = sums
+        else:
+            grad_k[keys] += sums[0]
+            grad_v[keys] += sums[1]
     return grad_q, grad_k, grad_v
+
+
+def _rows_used(segments: list[int]) -> int:
+    return sum(segments[1::4]) - sum(segments[::4])
+
+
+@lru_cache(maxsize=8)
+def _parts(segments: tuple[int, ...], width: int) -> list[tuple[slice, slice, tuple[int, ...]]]:
+    """Runs of segments that one call serves: their rows, their keys, and the segments counted from there.
+
+    width: elements of a row. cuDNN's backward is wrong past 2^31 elements.
+    """
+    groups: list[list[tuple[int, ...]]] = []
+    for segment in zip(*(segments[i::4] for i in range(4)), strict=True):
+        if segment[1] == segment[0]:
+            continue
+        joined = [*groups[-1], segment] if groups else []
+        if not joined or max(_length(joined, 0), _length(joined, 2)) * width > ELEMENTS:
+            groups.append([])
+        groups[-1].append(segment)
+    parts = []
+    for group in groups:
+        row, key = min(s[0] for s in group), min(s[2] for s in group)
+        own = tuple(x for r0, r1, k0, k1 in group for x in (r0 - row, r1 - row, k0 - key, k1 - key))
+        parts.append((slice(row, row + max(own[1::4])), slice(key, key + max(own[3::4])), own))
+    return parts
+
+
+def _length(group: list[tuple[int, ...]], at: int) -> int:
+    """Rows (at 0) or keys (at 2) between the first and the last of a group, or all of them where keys are shared."""
+    span = max(s[at + 1] for s in group) - min(s[at] for s in group)
+    return max(span, sum(s[at + 1] - s[at] for s in group))
 
 
 def _gathered(plan: Segments, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -78,15 +117,10 @@ def _round_up(number: int, minimum: int) -> int:
     return max(minimum, 1 << (number - 1).bit_length())
 
 
-@lru_cache(maxsize=8)
-def _plan(
-    segments: tuple[int, ...], n_keys: int, heads: int, dim: int, v_dim: int, device: torch.device
-) -> Segments | None:
-    """None without any row. Kept, since all layers of a micro-batch share it."""
+@lru_cache(maxsize=32)
+def _plan(segments: tuple[int, ...], n_keys: int, heads: int, dim: int, v_dim: int, device: torch.device) -> Segments:
+    """Kept, since all layers of a micro-batch share it. Every segment has a row."""
     parts = [segments[i : i + 4] for i in range(0, len(segments), 4)]
-    parts = [part for part in parts if part[1] > part[0]]
-    if not parts:
-        return None
     rows = [end - begin for begin, end, *_ in parts]
     keys = [end - begin for *_, begin, end in parts]
     in_place = parts[0][2] == 0 and parts[-1][3] == n_keys and all(a[3] == b[2] for a, b in pairwise(parts))
@@ -106,7 +140,6 @@ def _plan(
         total=(_round_up(sum(rows), 1024), _round_up(sum(keys), 1024)),
         rectangular=rows != keys,
         gather=None if gather is None else _upload(gather, device),
-        rows_used=sum(rows),
         arrays=arrays,
     )
 
