@@ -16,8 +16,15 @@ from megatron_glm.ops.tilelang import indexer, sparse_backward, sparse_forward
 
 SCORE_BYTES = 1 << 29  # of the fp32 score chunk of `index_topk_tilelang`
 
-# The kernels place every barrier themselves. Fast math: exp2 and log2 of the hardware, no denormals.
-PASSES = {"tl.disable_thread_storage_sync": True, "tl.enable_fast_math": True}
+# The kernels place every barrier and every bounds check themselves. Warpgroups run side by side, so that no two
+# shared buffers may share memory, whatever the order in which the text uses them. Fast math: exp2 and log2 of the
+# hardware, no denormals.
+PASSES = {
+    "tl.disable_thread_storage_sync": True,
+    "tl.disable_shared_memory_reuse": True,
+    "tl.disable_safe_memory_legalize": True,
+    "tl.enable_fast_math": True,
+}
 
 
 @cache
@@ -30,10 +37,12 @@ def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int | Non
     """Raise unless `tensor` is a contiguous CUDA tensor of this dtype and shape (None: any size)."""
     if tensor.dtype != dtype:
         raise ValueError(f"tilelang kernels need {name} in {dtype}, got {tensor.dtype}")
-    if tensor.dim() != len(shape) or any(want not in (None, got) for want, got in zip(shape, tensor.shape, strict=True)):
-        raise ValueError(f"tilelang kernels need {name} of shape {shape}, got {tuple(tensor.shape)}")
+    got = tuple(tensor.shape)
+    if len(got) != len(shape) or any(want not in (None, size) for want, size in zip(shape, got, strict=True)):
+        raise ValueError(f"tilelang kernels need {name} of shape {shape}, got {got}")
     if not (tensor.is_cuda and tensor.is_contiguous()):
-        raise ValueError(f"tilelang kernels need {name} contiguous on a GPU, got strides {tensor.stride()} on {tensor.device}")
+        layout = f"strides {tensor.stride()} on {tensor.device}"
+        raise ValueError(f"tilelang kernels need {name} contiguous on a GPU, got {layout}")
 
 
 def index_topk_tilelang(iq: Tensor, ik: Tensor, w: Tensor, start: Tensor, end: Tensor, k: int) -> Tensor:

@@ -8,7 +8,7 @@ HEADS, DIM = 32, 128  # of the lightning indexer: the only ones served
 QUERIES, KEYS = 8, 64  # rows of one thread block; keys of one tile, the M of wgmma
 STAGES = 3  # key tiles in flight per warpgroup
 BINS = 2048  # of a histogram: 11 bits of the key a pass
-SELECT_THREADS, SELECT_WARPS = 1024, 32
+SELECT_THREADS, SELECT_WARPS, LOADS = 512, 16, 4  # LOADS: scores a thread fetches at a time
 
 # Turns the wgmma accumulator [64 keys, 8 queries x 32 heads] of one warpgroup into scores. A thread has, for two key
 # rows 8 apart, 8 of the 32 heads of every query; its three neighbours have the others. Two exchanges sum over the four
@@ -151,17 +151,6 @@ def copy_keys(ik, k_shared, stage, first, total, thread):
 
 
 @T.macro
-def sort_key(score):
-    """An unsigned integer in the order of the scores; -0 equals 0."""
-    bits = T.reinterpret(score, "uint32")
-    return T.if_then_else(
-        bits >= T.uint32(0x80000000),
-        T.if_then_else(bits == T.uint32(0x80000000), T.uint32(0x80000000), ~bits),
-        bits | T.uint32(0x80000000),
-    )
-
-
-@T.macro
 def block_prefix(value, sums, lane, warp):
     """Sum of `value` over the threads before this one; `sums` is scratch for one number a warp."""
     inclusive = T.alloc_var("int32", init=value)
@@ -192,6 +181,26 @@ def warp_base(value, sums, lane, warp):
 
 
 @T.macro
+def load_keys(scores, row, first, count, u, stride, value):
+    """value[v] = position u + v stride's score as an unsigned integer of the same order; 0 outside the range.
+
+    All loads are on their way before the first is used. Score -0 equals 0.
+    """
+    score = T.alloc_local([LOADS], "float32")
+    for v in T.unroll(LOADS):
+        score[v] = 0
+        if u + v * stride < count:
+            score[v] = scores[row, first + u + v * stride]
+    for v in T.unroll(LOADS):
+        bits = T.alloc_var("int32", init=T.reinterpret(score[v], "int32"))
+        # Positive: set the sign bit. Negative: flip all bits.
+        ordered = T.alloc_var("uint32", init=T.reinterpret(bits ^ (bits >> 31 | T.int32(-(2**31))), "uint32"))
+        if ordered == T.uint32(2**31 - 1):
+            ordered = T.uint32(2**31)
+        value[v] = T.if_then_else(u + v * stride < count, ordered, T.uint32(0))
+
+
+@T.macro
 def radix_pass(scores, row, first, count, histogram, warp_sums, found, shift, bits, thread):
     """Extend the prefix found[0] of the threshold by `bits` bits; found[1] of the keys with that prefix are wanted."""
     lane, warp = thread % 32, thread // 32
@@ -200,23 +209,27 @@ def radix_pass(scores, row, first, count, histogram, warp_sums, found, shift, bi
     T.sync_threads()
     prefix = T.alloc_var("uint32", init=T.reinterpret(found[0], "uint32"))
     need = T.alloc_var("int32", init=found[1])
-    for j in T.serial(T.ceildiv(count, SELECT_THREADS)):
-        if j * SELECT_THREADS + thread < count:
-            value = T.alloc_var("uint32", init=sort_key(scores[row, first + j * SELECT_THREADS + thread]))
+    value = T.alloc_local([LOADS], "uint32")
+    for j in T.serial(T.ceildiv(count, SELECT_THREADS * LOADS)):
+        load_keys(scores, row, first, count, j * SELECT_THREADS * LOADS + thread, SELECT_THREADS, value)
+        for v in T.unroll(LOADS):
+            inside = (j * LOADS + v) * SELECT_THREADS + thread < count
             # In two shifts: by 32, in the first pass, is undefined.
-            if value >> T.uint32(shift) >> T.uint32(bits) == prefix:
-                T.atomic_add(histogram[T.cast(value >> T.uint32(shift) & T.uint32((1 << bits) - 1), "int32")], 1)
+            if inside and value[v] >> T.uint32(shift) >> T.uint32(bits) == prefix:
+                T.atomic_add(histogram[T.cast(value[v] >> T.uint32(shift) & T.uint32((1 << bits) - 1), "int32")], 1)
     T.sync_threads()
-    # Thread t looks at the bins BINS-1-2t and BINS-2-2t: a running sum from the largest down.
-    high = T.alloc_var("int32", init=histogram[BINS - 1 - 2 * thread])
-    low = T.alloc_var("int32", init=histogram[BINS - 2 - 2 * thread])
-    above = T.alloc_var("int32", init=block_prefix(high + low, warp_sums, lane, warp))
-    if above < need and need <= above + high:
-        found[0] = T.reinterpret(prefix << T.uint32(bits) | T.cast(BINS - 1 - 2 * thread, "uint32"), "int32")
-        found[1] = need - above
-    if above + high < need and need <= above + high + low:
-        found[0] = T.reinterpret(prefix << T.uint32(bits) | T.cast(BINS - 2 - 2 * thread, "uint32"), "int32")
-        found[1] = need - above - high
+    # Thread t looks at its share of the bins, the largest first, after those of the threads before it.
+    mine = T.alloc_var("int32", init=0)
+    for b in T.unroll(BINS // SELECT_THREADS):
+        mine += histogram[BINS - 1 - thread * (BINS // SELECT_THREADS) - b]
+    above = T.alloc_var("int32", init=block_prefix(mine, warp_sums, lane, warp))
+    for b in T.unroll(BINS // SELECT_THREADS):
+        bin = BINS - 1 - thread * (BINS // SELECT_THREADS) - b
+        size = T.alloc_var("int32", init=histogram[bin])
+        if above < need and need <= above + size:
+            found[0] = T.reinterpret(prefix << T.uint32(bits) | T.cast(bin, "uint32"), "int32")
+            found[1] = need - above
+        above += size
     T.sync_threads()
 
 
@@ -262,32 +275,32 @@ def select_kernel():
                 radix_pass(scores, row, first, count, histogram, warp_sums, found, 0, 10, thread)
                 threshold = T.alloc_var("uint32", init=T.reinterpret(found[0], "uint32"))
                 need = T.alloc_var("int32", init=found[1])
-                part = T.ceildiv(count, SELECT_THREADS) * 32
+                part = T.ceildiv(count, SELECT_THREADS * LOADS) * (32 * LOADS)
+                value = T.alloc_local([LOADS], "uint32")
                 above_count = T.alloc_var("int32", init=0)
                 equal_count = T.alloc_var("int32", init=0)
-                for j in T.serial(part // 32):
-                    u = warp * part + j * 32 + lane
-                    if u < count:
-                        value = sort_key(scores[row, first + u])
-                        above_count += T.cast(value > threshold, "int32")
-                        equal_count += T.cast(value == threshold, "int32")
-                above_before = T.alloc_var("int32", init=0)
-                equal_before = T.alloc_var("int32", init=0)
-                above_before = warp_base(above_count, above_sums, lane, warp)
-                equal_before = warp_base(equal_count, equal_sums, lane, warp)
-                for j in T.serial(part // 32):
-                    u = warp * part + j * 32 + lane
-                    value = T.if_then_else(u < count, sort_key(scores[row, T.min(first + u, total - 1)]), T.uint32(0))
-                    is_above = value > threshold
-                    is_equal = u < count and value == threshold
-                    above_mask = T.cast(T.ballot(is_above), "uint32")
-                    equal_mask = T.cast(T.ballot(is_equal), "uint32")
-                    before = (T.uint32(1) << T.cast(lane, "uint32")) - T.uint32(1)
-                    rank = equal_before + T.cast(T.popcount(equal_mask & before), "int32")
-                    if is_above or (is_equal and rank < need):
-                        slot = above_before + T.cast(T.popcount(above_mask & before), "int32") + T.min(rank, need)
-                        idx[row, slot] = first + u
-                    above_before += T.cast(T.popcount(above_mask), "int32")
-                    equal_before += T.cast(T.popcount(equal_mask), "int32")
+                for j in T.serial(part // (32 * LOADS)):
+                    u = warp * part + j * 32 * LOADS + lane
+                    load_keys(scores, row, first, count, u, 32, value)
+                    for v in T.unroll(LOADS):
+                        above_count += T.cast(value[v] > threshold, "int32")
+                        equal_count += T.cast(u + v * 32 < count and value[v] == threshold, "int32")
+                above_before = T.alloc_var("int32", init=warp_base(above_count, above_sums, lane, warp))
+                equal_before = T.alloc_var("int32", init=warp_base(equal_count, equal_sums, lane, warp))
+                before = (T.uint32(1) << T.cast(lane, "uint32")) - T.uint32(1)
+                for j in T.serial(part // (32 * LOADS)):
+                    u = warp * part + j * 32 * LOADS + lane
+                    load_keys(scores, row, first, count, u, 32, value)
+                    for v in T.unroll(LOADS):
+                        is_above = value[v] > threshold
+                        is_equal = u + v * 32 < count and value[v] == threshold
+                        above_mask = T.cast(T.ballot(is_above), "uint32")
+                        equal_mask = T.cast(T.ballot(is_equal), "uint32")
+                        rank = equal_before + T.cast(T.popcount(equal_mask & before), "int32")
+                        if is_above or (is_equal and rank < need):
+                            slot = above_before + T.cast(T.popcount(above_mask & before), "int32") + T.min(rank, need)
+                            idx[row, slot] = first + u + v * 32
+                        above_before += T.cast(T.popcount(above_mask), "int32")
+                        equal_before += T.cast(T.popcount(equal_mask), "int32")
 
     return main

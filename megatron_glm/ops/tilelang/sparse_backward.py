@@ -7,35 +7,64 @@ import tilelang.language as T
 from megatron_glm.ops.tilelang.sparse_forward import BLOCK, HALF, LATENT, LOG2E, ROPE, WIDTH, gather
 
 # Adds `part`, the wgmma accumulator [64 keys, 64 columns] of one warpgroup, to the rows of its keys. Thread t holds
-# columns 8 j + 2 (t % 4) and the next one of key rows 16 (t / 32) + (t % 32) / 4 and 8 further; after an exchange
-# between neighbours each thread has four columns of one row, for one 16-byte addition.
-# The sums are fp32, or 64-bit fixed point: those do not depend on the order of the additions, because integer
-# addition is associative.
+# columns 8 j + 2 q and 8 j + 2 q + 1, q = t % 4, of key rows 16 (t / 32) + (t % 32) / 4 and 8 further.
+# fp32: neighbours exchange, so that each has four columns of one row, for one 16-byte addition.
+# 64-bit fixed point, whose sums do not depend on the order of the additions because integer addition is associative:
+# the four threads of a row exchange, so that one instruction adds columns 0 to 3 (or 4 to 7) of it, 32 bytes.
 HELPERS = """
-__device__ __forceinline__ void add_four(float *to, float4 x, float) { atomicAdd(reinterpret_cast<float4 *>(to), x); }
-
-__device__ __forceinline__ void add_four(int64_t *to, float4 x, float factor) {
-  unsigned long long *sum = reinterpret_cast<unsigned long long *>(to);
-  atomicAdd(sum, static_cast<unsigned long long>(__float2ll_rn(x.x * factor)));
-  atomicAdd(sum + 1, static_cast<unsigned long long>(__float2ll_rn(x.y * factor)));
-  atomicAdd(sum + 2, static_cast<unsigned long long>(__float2ll_rn(x.z * factor)));
-  atomicAdd(sum + 3, static_cast<unsigned long long>(__float2ll_rn(x.w * factor)));
-}
-
-template <typename Sum>
-__device__ __forceinline__ void scatter(const float *part, const int *keys, Sum *sums, int used, float factor) {
+__device__ __forceinline__ void add_tile(const float *part, float *sums, const int *keys, int used, float) {
   const int lane = threadIdx.x % 32, odd = lane % 2;
   const int slot = threadIdx.x % 128 / 32 * 16 + lane / 4 + odd * 8;
-  Sum *to = slot < used ? sums + static_cast<int64_t>(keys[slot]) * 576 + lane % 4 / 2 * 4 : nullptr;
+  float *to = slot < used ? sums + static_cast<int64_t>(keys[slot]) * 576 + lane % 4 / 2 * 4 : nullptr;
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     const float *own = part + j * 4;
     const float x = __shfl_xor_sync(0xffffffffu, odd ? own[0] : own[2], 1);
     const float y = __shfl_xor_sync(0xffffffffu, odd ? own[1] : own[3], 1);
-    if (to) add_four(to + j * 8, odd ? make_float4(x, y, own[2], own[3]) : make_float4(own[0], own[1], x, y), factor);
+    if (to)
+      atomicAdd(reinterpret_cast<float4 *>(to + j * 8),
+                odd ? make_float4(x, y, own[2], own[3]) : make_float4(own[0], own[1], x, y));
+  }
+}
+
+__device__ __forceinline__ void add_tile(const float *part, int64_t *sums, const int *keys, int used, float factor) {
+  const int lane = threadIdx.x % 32, source = lane / 4 * 4 + lane % 4 / 2;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int slot = threadIdx.x % 128 / 32 * 16 + lane / 4 + half * 8;
+    int64_t *to = slot < used ? sums + static_cast<int64_t>(keys[slot]) * 576 + lane % 4 : nullptr;
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      const float *own = part + j / 2 * 4 + half * 2;
+      const float x = __shfl_sync(0xffffffffu, own[0], source + j % 2 * 2);
+      const float y = __shfl_sync(0xffffffffu, own[1], source + j % 2 * 2);
+      const long long value = __float2ll_rn((lane % 2 ? y : x) * factor);
+      if (to) atomicAdd(reinterpret_cast<unsigned long long *>(to + j * 4), static_cast<unsigned long long>(value));
+    }
   }
 }
 """
+
+
+@T.macro
+def products(p_shared, ds_shared, g, q, chunk, part):
+    """Issue part = P^T dO + dS^T Q [64 keys, 64 columns] of one 64-column chunk: two groups."""
+    T.wgmma_gemm(p_shared, g[:, chunk * 64 : chunk * 64 + 64], part, transpose_A=True, clear_accum=True)
+    T.wgmma_gemm(ds_shared, q[:, chunk * 64 : chunk * 64 + 64], part, transpose_A=True)
+
+
+@T.macro
+def scatter(part, grad_kv, column, idx, row, first, count, factor):
+    """Add `part` to columns column … column + 63 of the keys in slots first … first + 63 of the row."""
+    T.call_extern(
+        "handle",
+        "add_tile",
+        part.data,
+        T.address_of(grad_kv[0, column]),
+        T.address_of(idx[row, first]),
+        count - first,
+        factor[0],
+    )
 
 
 @cache
@@ -134,22 +163,11 @@ def backward_kernel(heads: int, fixed_point: bool):
                     T.wait_wgmma(0)
                     T.barrier_arrive(free_left)
                     for c in T.unroll(HALF // 64):
-                        T.wgmma_gemm(
-                            ds_shared, q_left[:, c * 64 : c * 64 + 64], part, transpose_A=True, clear_accum=True
-                        )
-                        T.wgmma_gemm(p_shared, g_left[:, c * 64 : c * 64 + 64], part, transpose_A=True)
+                        products(p_shared, ds_shared, g_left, q_left, c, part)
                         T.wait_wgmma(0)
                         if c == HALF // 64 - 1:
                             T.barrier_arrive(tiles_free)
-                        T.call_extern(
-                            "handle",
-                            "scatter",
-                            part.data,
-                            T.address_of(idx[row, i * BLOCK]),
-                            T.address_of(grad_kv[0, c * 64]),
-                            count - i * BLOCK,
-                            factor[0],
-                        )
+                        scatter(part, grad_kv, c * 64, idx, row, i * BLOCK, count, factor)
                 for h, c in T.Parallel(BLOCK, HALF):
                     if head + h < heads:
                         grad_q[row, head + h, c] = dq[h, c]
@@ -163,7 +181,8 @@ def backward_kernel(heads: int, fixed_point: bool):
                 ds = T.alloc_fragment([BLOCK, BLOCK], "float32")
                 ds_low = T.alloc_fragment([BLOCK, BLOCK], "bfloat16")
                 p1 = T.alloc_fragment([BLOCK, BLOCK], "bfloat16")
-                part1 = T.alloc_fragment([BLOCK, BLOCK], "float32")
+                part1_a = T.alloc_fragment([BLOCK, BLOCK], "float32")
+                part1_b = T.alloc_fragment([BLOCK, BLOCK], "float32")
                 delta = T.alloc_fragment([BLOCK], "float32")
                 for h, c in T.Parallel(BLOCK, HALF):
                     q_right[h, c] = T.if_then_else(head + h < heads, q[row, head + h, HALF + c], 0)
@@ -202,35 +221,24 @@ def backward_kernel(heads: int, fixed_point: bool):
                     T.barrier_arrive(ds_ready)
                     T.barrier_wait(ds_ready, i & 1)
                     T.wgmma_gemm(ds_shared, k_right, dq1)
-                    T.wait_wgmma(0)
+                    products(p_shared, ds_shared, g_right, q_right, 0, part1_a)
+                    T.wait_wgmma(2)
                     T.barrier_arrive(free_right)
-                    for c in T.unroll(HALF // 64):
-                        T.wgmma_gemm(
-                            ds_shared, q_right[:, c * 64 : c * 64 + 64], part1, transpose_A=True, clear_accum=True
-                        )
-                        T.wgmma_gemm(p_shared, g_right[:, c * 64 : c * 64 + 64], part1, transpose_A=True)
-                        T.wait_wgmma(0)
-                        T.call_extern(
-                            "handle",
-                            "scatter",
-                            part1.data,
-                            T.address_of(idx[row, i * BLOCK]),
-                            T.address_of(grad_kv[0, HALF + c * 64]),
-                            count - i * BLOCK,
-                            factor[0],
-                        )
-                    T.wgmma_gemm(ds_shared, q_rope, part1, transpose_A=True, clear_accum=True)
+                    products(p_shared, ds_shared, g_right, q_right, 1, part1_b)
+                    T.wait_wgmma(2)
+                    scatter(part1_a, grad_kv, HALF, idx, row, i * BLOCK, count, factor)
+                    products(p_shared, ds_shared, g_right, q_right, 2, part1_a)
+                    T.wait_wgmma(2)
+                    scatter(part1_b, grad_kv, HALF + 64, idx, row, i * BLOCK, count, factor)
+                    products(p_shared, ds_shared, g_right, q_right, 3, part1_b)
+                    T.wait_wgmma(2)
+                    scatter(part1_a, grad_kv, HALF + 128, idx, row, i * BLOCK, count, factor)
+                    T.wgmma_gemm(ds_shared, q_rope, part1_a, transpose_A=True, clear_accum=True)
+                    T.wait_wgmma(1)
+                    scatter(part1_b, grad_kv, HALF + 192, idx, row, i * BLOCK, count, factor)
                     T.wait_wgmma(0)
                     T.barrier_arrive(tiles_free)
-                    T.call_extern(
-                        "handle",
-                        "scatter",
-                        part1.data,
-                        T.address_of(idx[row, i * BLOCK]),
-                        T.address_of(grad_kv[0, LATENT]),
-                        count - i * BLOCK,
-                        factor[0],
-                    )
+                    scatter(part1_a, grad_kv, LATENT, idx, row, i * BLOCK, count, factor)
                 for h, c in T.Parallel(BLOCK, HALF):
                     if head + h < heads:
                         grad_q[row, head + h, HALF + c] = dq1[h, c]
