@@ -56,13 +56,13 @@ def run_config(
 def pack(model: ModelConfig, seed: int, step: int, index: int) -> PackedBatch:
     """A pack of one to four documents; every fourth is half padding, and the masks leave few labels or many."""
     generator = torch.Generator().manual_seed(seed * 100003 + step * 101 + index)
-    lengths = ((64,), (40, 24), (20, 1, 11), (7, 30, 9, 18))[index % 4]
+    lengths = ((20, 1, 11), (64,), (7, 30, 9, 18), (40, 24))[index % 4]
     used = sum(lengths)
     tokens = torch.randint(0, model.vocab_size, (SEQ_LENGTH,), generator=generator)
     labels = tokens.roll(-1)
     labels[torch.tensor(lengths).cumsum(0) - 1] = -100
     labels[used:] = -100
-    mask = (labels != -100) & (torch.rand(SEQ_LENGTH, generator=generator) < (0.2, 0.9, 0.5, 1.0)[index % 4])
+    mask = (labels != -100) & (torch.rand(SEQ_LENGTH, generator=generator) < (0.5, 0.2, 1.0, 0.9)[index % 4])
     position = torch.cat([torch.arange(n) for n in (*lengths, SEQ_LENGTH - used)])
     position[used:] = 0
     return PackedBatch(tokens, labels, mask, position, lengths, SEQ_LENGTH - used)

@@ -19,7 +19,7 @@ CUTS = ["Ett|t|t|tL", "Et|tt|t|tL", "Et|t|tt|tL", "Et|t|t|ttL", "E|tt|tt|tL", "E
 
 def padded_pack(doc_lengths: dict[int, tuple[int, ...]], model, seed: int, step: int, index: int) -> PackedBatch:
     """Packs whose documents are cut down to these lengths; what is left is padding."""
-    batch = pack(model, seed, step, 0)
+    batch = pack(model, seed, step, 1)
     lengths = doc_lengths[index % len(doc_lengths)]
     used, total = sum(lengths), len(batch.tokens)
     labels = batch.labels.clone()

@@ -10,7 +10,8 @@ from tests import distributed
 from tests.parity.layouts import GAP, Result, parity_model, run_config, train, train_layouts
 from tests.reference import gradient_errors, single_groups
 
-LAYERS = {"short": (4, 4), "wide": (4, 8), "deep": (12, 4)}  # decoder layers, packs of a step
+# decoder layers, packs of a step
+LAYERS = {"few": (4, 2), "short": (4, 4), "wide": (4, 8), "deep": (12, 4)}
 
 pytestmark = pytest.mark.timeout(900)  # the first case of a world size runs all of them
 
@@ -38,48 +39,48 @@ EVERY = {"grad_sync": "every"}
 # Data parallelism is what is left of the ranks.
 GRID = {
     2: {
-        "dp2": layout(),
+        "dp2": layout(kind="few"),
         "dp2 gradients reduced every time": layout(**EVERY),
-        "tp2": layout(tp=2),
-        "cp2": layout(cp=2),
-        "ep2": layout(ep=2),
-        "ep2 allgather": layout(ep=2, **ALLGATHER),
+        "tp2": layout(kind="few", tp=2),
+        "cp2": layout(kind="few", cp=2),
+        "ep2": layout(kind="few", ep=2),
+        "ep2 allgather": layout(kind="few", ep=2, **ALLGATHER),
         "pp2": layout(pp=2),
         "pp2 vp2": layout(pp=2, vp=2),
         "pp2 vp3 full recompute": layout(pp=2, vp=3, kind="deep", **FULL),
         "pp2 vp2 gradients reduced every time": layout(pp=2, vp=2, **EVERY),
-        "tp2 full recompute": layout(tp=2, **FULL),
-        "cp2 selective recompute": layout(cp=2, **SELECTIVE),
-        "ep2 selective recompute": layout(ep=2, **SELECTIVE),
-        "cp2 kept weights": layout(cp=2, **KEPT),
+        "tp2 full recompute": layout(kind="few", tp=2, **FULL),
+        "cp2 selective recompute": layout(kind="few", cp=2, **SELECTIVE),
+        "ep2 selective recompute": layout(kind="few", ep=2, **SELECTIVE),
+        "cp2 kept weights": layout(kind="few", cp=2, **KEPT),
     },
     4: {
-        "tp4": layout(tp=4),
-        "cp4": layout(cp=4),
+        "tp4": layout(kind="few", tp=4),
+        "cp4": layout(kind="few", cp=4),
         "ep4": layout(ep=4),
         "pp4": layout(pp=4),
         "pp4 vp2": layout(pp=4, vp=2, kind="deep"),
         "pp4 vp3": layout(pp=4, vp=3, kind="deep"),
-        "dp2 tp2": layout(tp=2),
-        "dp2 cp2": layout(cp=2),
+        "dp2 tp2": layout(kind="few", tp=2),
+        "dp2 cp2": layout(kind="few", cp=2),
         "dp2 pp2 vp2": layout(pp=2, vp=2),
         "dp2 pp2 kept weights": layout(pp=2, **KEPT),
-        "tp2 cp2": layout(tp=2, cp=2),
-        "tp2 ep2": layout(tp=2, ep=2),
-        "tp2 ep4": layout(tp=2, ep=4),
+        "tp2 cp2": layout(kind="few", tp=2, cp=2),
+        "tp2 ep2": layout(kind="few", tp=2, ep=2),
+        "tp2 ep4": layout(kind="few", tp=2, ep=4),
         "tp2 pp2 vp2": layout(tp=2, pp=2, vp=2),
-        "cp2 ep2": layout(cp=2, ep=2),
-        "cp2 ep4 full recompute": layout(cp=2, ep=4, **FULL),
+        "cp2 ep2": layout(kind="few", cp=2, ep=2),
+        "cp2 ep4 full recompute": layout(kind="few", cp=2, ep=4, **FULL),
         "cp2 pp2 vp2 selective recompute": layout(cp=2, pp=2, vp=2, **SELECTIVE),
         "ep2 pp2 vp2 full recompute": layout(ep=2, pp=2, vp=2, **FULL),
         "ep4 hybrid 2x2": layout(ep=4, **HYBRID2),
     },
     8: {
-        "tp2 cp2 ep8": layout(tp=2, cp=2, ep=8),
-        "tp2 cp2 ep4 selective recompute": layout(tp=2, cp=2, ep=4, **SELECTIVE),
-        "tp4 cp2 ep2": layout(tp=4, cp=2, ep=2),
-        "tp2 cp4 ep8": layout(tp=2, cp=4, ep=8),
-        "dp2 tp2 cp2": layout(tp=2, cp=2),
+        "tp2 cp2 ep8": layout(kind="few", tp=2, cp=2, ep=8),
+        "tp2 cp2 ep4 selective recompute": layout(kind="few", tp=2, cp=2, ep=4, **SELECTIVE),
+        "tp4 cp2 ep2": layout(kind="few", tp=4, cp=2, ep=2),
+        "tp2 cp4 ep8": layout(kind="few", tp=2, cp=4, ep=8),
+        "dp2 tp2 cp2": layout(kind="few", tp=2, cp=2),
         "tp2 cp2 pp2 vp2": layout(tp=2, cp=2, pp=2, vp=2),
         "tp2 ep4 pp2 vp2": layout(tp=2, ep=4, pp=2, vp=2),
         "tp4 ep2 pp2 full recompute": layout(tp=4, ep=2, pp=2, **FULL),
