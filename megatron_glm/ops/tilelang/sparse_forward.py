@@ -69,9 +69,7 @@ def even_warpgroup(b, q, out, lse, row, head, heads, count, scale):
         T.wgmma_gemm(b.q_rope, b.k0_rope, s, transpose_B=True)
         T.wait_wgmma(0)
         for h, u in T.Parallel(BLOCK, BLOCK):
-            s[h, u] = T.if_then_else(
-                i * 2 * BLOCK + u < count, s[h, u] * (scale * LOG2E), -T.infinity("float32")
-            )
+            s[h, u] = T.if_then_else(i * 2 * BLOCK + u < count, s[h, u] * (scale * LOG2E), -T.infinity("float32"))
         T.copy(row_max, previous)
         T.reduce_max(s, row_max, dim=1, clear=False)
         for h in T.Parallel(BLOCK):
@@ -152,9 +150,7 @@ def odd_warpgroup(b, q, out, row, head, heads, count, scale):
         T.wgmma_gemm(b.q_rope, b.k1_rope, s, transpose_B=True)
         T.wait_wgmma(0)
         for h, u in T.Parallel(BLOCK, BLOCK):
-            s[h, u] = T.if_then_else(
-                (i * 2 + 1) * BLOCK + u < count, s[h, u] * (scale * LOG2E), -T.infinity("float32")
-            )
+            s[h, u] = T.if_then_else((i * 2 + 1) * BLOCK + u < count, s[h, u] * (scale * LOG2E), -T.infinity("float32"))
 
         T.barrier_wait(b.even_ready, i & 1)
         T.copy(row_max, previous)
