@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron_glm.checkpoint import planners, sharded
+from megatron_glm.checkpoint import files, planners, sharded
 from megatron_glm.checkpoint.files import staged_folder, write_durably
 from megatron_glm.model_config import ModelConfig
 from megatron_glm.parallel.shard import Rectangle
@@ -209,6 +209,86 @@ def test_latest_moves_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sharded, "write_durably", record)
     save(tmp_path, layout(0, [], tensors()))
     assert complete == [True]
+
+
+def test_a_checkpoint_that_the_pointer_never_reached_is_replaced(tmp_path: Path):
+    """A kill between the rename and the pointer; one that the pointer has passed is kept (above)."""
+    save(tmp_path, layout(0, [], tensors()), iteration=1)
+    pointer = (tmp_path / sharded.LATEST_NAME).read_bytes()
+    save(tmp_path, layout(0, [], tensors(seed=5)), iteration=2)
+    (tmp_path / sharded.LATEST_NAME).write_bytes(pointer)
+    save(tmp_path, layout(0, [0.5], tensors()), iteration=2)
+    wanted = layout(0, [], None)
+    sharded.load(tmp_path, sharded.latest(tmp_path), wanted, None)
+    assert sharded.latest(tmp_path) == 2
+    assert all(torch.equal(tensor, tensors()[name]) for name, tensor in gathered(wanted).items())
+
+
+def test_the_converted_checkpoint_is_not_replaced(tmp_path: Path):
+    save(tmp_path, layout(0, [], tensors()), iteration=0)
+    with pytest.raises(ValueError, match="iter_0000000 already exists"):
+        save(tmp_path, layout(0, [], tensors()), iteration=0)
+
+
+def test_old_checkpoints_go_and_the_converted_one_and_newer_ones_stay(tmp_path: Path):
+    for iteration in (0, 10, 20, 30, 40):
+        save(tmp_path, layout(0, [], tensors()), iteration)
+    write_durably(tmp_path / sharded.LATEST_NAME, b"30")  # 40 counts as not saved
+    sharded.remove_old(tmp_path, keep=2)
+    kept = ["iter_0000000", "iter_0000020", "iter_0000030", "iter_0000040", sharded.LATEST_NAME]
+    assert sorted(path.name for path in tmp_path.iterdir()) == kept
+
+
+def test_a_kill_while_old_checkpoints_go_leaves_none_that_looks_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for iteration in (10, 20):
+        save(tmp_path, layout(0, [], tensors()), iteration)
+    with monkeypatch.context() as patch:
+        patch.setattr(files.shutil, "rmtree", lambda folder: (Path(folder) / ".metadata").unlink())
+        sharded.remove_old(tmp_path, keep=1)
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000010.tmp", "iter_0000020"]
+    sharded.remove_unfinished(tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000020"]
+
+
+@pytest.mark.parametrize("partner", [2, -1], ids=["of one size", "of another size"])
+def test_swapped_files_are_named(partner: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also where every offset and length of the one fits the other: two experts of one tensor."""
+    monkeypatch.setattr(sharded, "FILE_BYTES", 1)  # one chunk a file
+    save(tmp_path, layout(0, [], tensors()))
+    by_size = sorted((tmp_path / "iter_0000004").glob("*.distcp"), key=lambda file: file.stat().st_size)
+    first, second = by_size[1], by_size[partner]
+    contents = first.read_bytes(), second.read_bytes()
+    assert (len(contents[0]) == len(contents[1])) == (partner == 2)
+    first.write_bytes(contents[1])
+    second.write_bytes(contents[0])
+    with pytest.raises(ValueError, match=f"{first.name}|{second.name}"):
+        sharded.load(tmp_path, 4, layout(0, [], None), None)
+
+
+def test_every_changed_byte_of_the_metadata_is_noticed(tmp_path: Path):
+    save(tmp_path, layout(0, [], tensors()))
+    file = tmp_path / "iter_0000004" / ".metadata"
+    content = file.read_bytes()
+    for place in range(0, len(content), 97):
+        file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        with pytest.raises(ValueError, match=r"\.metadata is damaged"):
+            sharded.load(tmp_path, 4, layout(0, [], None), None)
+
+
+def test_metadata_of_another_iteration_is_noticed(tmp_path: Path):
+    for iteration in (1, 2):
+        save(tmp_path, layout(0, [], tensors(seed=iteration)), iteration)
+    (tmp_path / "iter_0000002" / ".metadata").write_bytes((tmp_path / "iter_0000001" / ".metadata").read_bytes())
+    with pytest.raises(ValueError, match="is not the file that was saved"):
+        sharded.load(tmp_path, 2, layout(0, [], None), None)
+
+
+def test_a_damaged_state_is_named(tmp_path: Path):
+    save(tmp_path, layout(0, [], tensors()))
+    file = tmp_path / "iter_0000004" / "state.json"
+    file.write_bytes(file.read_bytes()[:-3])
+    with pytest.raises(ValueError, match=str(file)):
+        sharded.read_state(tmp_path, 4)
 
 
 def test_damaged_checkpoints_are_named(tmp_path: Path):

@@ -2,74 +2,23 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-import finetune_glm
 from megatron_glm.checkpoint import sharded
 from megatron_glm.config import ModelConfig
 from megatron_glm.training.initialize import one_line_errors
-
-SHAPE = {
-    "num-layers": 3,
-    "hidden-size": 32,
-    "vocab-size": 64,
-    "ffn-hidden-size": 48,
-    "moe-ffn-hidden-size": 16,
-    "num-attention-heads": 2,
-    "q-lora-rank": 16,
-    "kv-lora-rank": 16,
-    "qk-head-dim": 8,
-    "qk-pos-emb-head-dim": 8,
-    "v-head-dim": 8,
-    "dsa-indexer-head-dim": 16,
-    "dsa-indexer-topk": 4,
-}
-ROWS, SEQ = 11, 24
+from tests.finetune import assert_same, finetune, records, tensors, write_rows
 
 
 @pytest.fixture
-def work(tmp_path, monkeypatch) -> Path:
-    """A folder with train.jsonl and valid.jsonl, which is the working directory."""
+def run(tmp_path, monkeypatch):
+    """finetune_glm.py in a folder with train.jsonl and valid.jsonl, which is the working directory."""
     monkeypatch.chdir(tmp_path)
-    random = np.random.default_rng(0)
-    for name in ("train", "valid"):
-        rows = [{"input_ids": random.integers(0, 64, n).tolist()} for n in random.integers(5, SEQ, ROWS).tolist()]
-        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return tmp_path
-
-
-@pytest.fixture
-def run(work, monkeypatch):
-    """run(flag=value, …): what finetune_glm.py does with these flags on top of the tiny ones."""
-
-    def run(preset: str | None = "glm5.2-tiny", **given) -> None:
-        flags = {"hf-config": preset, "data-path": "train.jsonl", "seq-length": SEQ, "global-batch-size": 2}
-        flags |= {"packing": "none", "lr": 0.01, "weight-decay": 0.1, "moe-router-bias-update-rate": 0.01}
-        flags |= (SHAPE if preset else {}) | {name.replace("_", "-"): value for name, value in given.items()}
-        words = [(f"--{name}", *(() if value is True else (str(value),))) for name, value in flags.items() if value]
-        monkeypatch.setattr(sys, "argv", ["finetune_glm.py", *(word for pair in words for word in pair)])
-        finetune_glm.main()
-
-    return run
-
-
-def tensors(folder: str, iteration: int) -> dict[str, torch.Tensor]:
-    """Everything that a checkpoint holds."""
-    reader = sharded.Reader(sharded.iteration_folder(Path(folder), iteration))
-    return {name: reader.tensor(name, (0,) * len(s), s, dtype) for name, (s, dtype) in reader.shapes.items()}
-
-
-def records(file: str) -> list[dict]:
-    """The JSON log without what a clock or the memory says."""
-    measured = ("tokens_per_second_per_gpu", "tflops_per_gpu", "peak_memory_bytes")
-    lines = [json.loads(line) for line in Path(file).read_text().splitlines()]
-    assert all(line[key] > 0 for line in lines for key in measured)
-    return [{key: value for key, value in line.items() if key not in measured} for line in lines]
+    write_rows(tmp_path)
+    return finetune
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(run):
@@ -82,9 +31,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(run):
     Path("broken.jsonl").write_text("".join(kept))
     run(preset=None, **common, load="broken", save="broken", log_file="broken.jsonl")
 
-    whole, resumed = tensors("whole", 6), tensors("broken", 6)
-    assert whole.keys() == resumed.keys()
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert_same(tensors("whole", 6), tensors("broken", 6))
     assert records("whole.jsonl") == records("broken.jsonl")
     assert sharded.read_state(Path("whole"), 6) == sharded.read_state(Path("broken"), 6)
     log = records("whole.jsonl")
@@ -100,8 +47,7 @@ def test_validation_changes_nothing(run):
     validate = {"valid_data_path": "valid.jsonl", "eval_interval": 1, "eval_iters": 2}
     keep = {"reshard_after_forward": "false", "reshard_experts_after_forward": "false"}
     run(train_iters=3, save="b", log_file="b.jsonl", **validate, **keep)
-    a, b = tensors("a", 3), tensors("b", 3)
-    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert_same(tensors("a", 3), tensors("b", 3))
     validated = records("b.jsonl")
     assert len({r.pop("valid_lm_loss") for r in validated}) == 3
     assert validated == records("a.jsonl")
@@ -144,13 +90,13 @@ def test_the_log_line_is_megatrons(run, capsys):
     ]
 
 
-def test_a_converted_checkpoint_is_iteration_zero(run, work):
+def test_a_converted_checkpoint_is_iteration_zero(run):
     """Weights alone, in bf16, as conversion leaves them; its files go along with every later save."""
     run(train_iters=1, save="first")
     weights = {name: t for name, t in tensors("first", 1).items() if not name.startswith("optimizer.")}
     stored = {n: t if n.endswith("_bias") else t.bfloat16() for n, t in weights.items()}
     rectangles = [sharded.Rectangle(n, tuple(t.shape), (0,) * t.dim(), t, True) for n, t in stored.items()]
-    shape = ModelConfig.from_hf(work / "first" / "iter_0000001")
+    shape = ModelConfig.from_hf(Path("first/iter_0000001").resolve())
     Path("files").mkdir()
     Path("files/config.json").write_text(json.dumps(shape.to_hf()))
     Path("files/chat_template.jinja").write_text("{{ messages }}")

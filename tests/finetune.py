@@ -1,0 +1,71 @@
+"""finetune_glm.py on a tiny model, called as from the command line, and what it left behind."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+SHAPE = {
+    "num-layers": 3,
+    "hidden-size": 32,
+    "vocab-size": 64,
+    "ffn-hidden-size": 48,
+    "moe-ffn-hidden-size": 16,
+    "num-attention-heads": 2,
+    "q-lora-rank": 16,
+    "kv-lora-rank": 16,
+    "qk-head-dim": 8,
+    "qk-pos-emb-head-dim": 8,
+    "v-head-dim": 8,
+    "dsa-indexer-head-dim": 16,
+    "dsa-indexer-topk": 4,
+}
+ROWS, SEQ = 11, 24
+
+
+def write_rows(folder: Path) -> None:
+    """train.jsonl and valid.jsonl, of 11 rows each."""
+    random = np.random.default_rng(0)
+    for name in ("train", "valid"):
+        rows = [{"input_ids": random.integers(0, 64, n).tolist()} for n in random.integers(5, SEQ, ROWS).tolist()]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def finetune(preset: str | None = "glm5.2-tiny", **given) -> None:
+    """What finetune_glm.py does in this folder, with these flags on top of the tiny ones."""
+    import finetune_glm
+
+    flags = {"hf-config": preset, "data-path": "train.jsonl", "seq-length": SEQ, "global-batch-size": 2}
+    flags |= {"packing": "none", "lr": 0.01, "weight-decay": 0.1, "moe-router-bias-update-rate": 0.01}
+    flags |= (SHAPE if preset else {}) | {name.replace("_", "-"): value for name, value in given.items()}
+    words = [(f"--{name}", *(() if value is True else (str(value),))) for name, value in flags.items() if value]
+    with patch.object(sys, "argv", ["finetune_glm.py", *(word for pair in words for word in pair)]):
+        finetune_glm.main()
+
+
+def tensors(folder: str | Path, iteration: int) -> dict[str, torch.Tensor]:
+    """Everything that a checkpoint holds."""
+    from megatron_glm.checkpoint import sharded
+
+    reader = sharded.Reader(sharded.iteration_folder(Path(folder), iteration))
+    return {name: reader.tensor(name, (0,) * len(s), s, dtype) for name, (s, dtype) in reader.shapes.items()}
+
+
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    """The same names and the same bits."""
+    assert left.keys() == right.keys()
+    different = [name for name in left if not torch.equal(left[name], right[name])]
+    assert not different, different
+
+
+def records(file: str | Path) -> list[dict]:
+    """The JSON log without what a clock or the memory says."""
+    measured = ("tokens_per_second_per_gpu", "tflops_per_gpu", "peak_memory_bytes")
+    lines = [json.loads(line) for line in Path(file).read_text().splitlines()]
+    assert all(line[key] > 0 for line in lines for key in measured)
+    return [{key: value for key, value in line.items() if key not in measured} for line in lines]

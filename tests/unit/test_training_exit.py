@@ -1,0 +1,276 @@
+"""The ways in which a run ends early or goes on in spite of something, and the checkpoint that it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_glm.checkpoint import sharded
+from megatron_glm.parallel.fsdp import local
+from megatron_glm.training import checkpointing, loop
+from megatron_glm.training import step as step_module
+from megatron_glm.training.initialize import one_line_errors
+from tests.finetune import assert_same, finetune, records, tensors, write_rows
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """finetune_glm.py in a folder with its data, which is the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: None)  # other tests go on with it
+    write_rows(tmp_path)
+    return finetune
+
+
+@pytest.fixture
+def before_step(monkeypatch):
+    """before_step(iteration, action): runs action() when the run's step of this number starts, before ranks agree on anything."""
+
+    def install(iteration: int, action) -> None:
+        batch_shape, done = loop.batch_shape, []
+
+        def first_act(*args):
+            done.append(1)
+            if len(done) == iteration:
+                action()
+            return batch_shape(*args)
+
+        monkeypatch.setattr(loop, "batch_shape", first_act)
+
+    return install
+
+
+def saved(folder: str) -> list[int]:
+    return sorted(int(path.name[5:]) for path in Path(folder).glob("iter_*"))
+
+
+def exit_code(run, **flags) -> int:
+    with pytest.raises(SystemExit) as stop, one_line_errors():
+        run(**flags)
+    return stop.value.code
+
+
+@pytest.mark.parametrize("number, background", [(signal.SIGTERM, True), (signal.SIGUSR1, False)])
+def test_a_signal_saves_at_the_next_boundary_and_exits_75(run, monkeypatch, number, background):
+    """And the run that follows ends as the one that nobody interrupted."""
+    forward, steps = step_module.run_micro_batches, []
+
+    def interrupted(*args, **kwargs):
+        steps.append(1)
+        if len(steps) == 2:
+            os.kill(os.getpid(), number)  # in the middle of a step
+        return forward(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step_module, "run_micro_batches", interrupted)
+        handlers = signal.getsignal(number)
+        code = exit_code(run, train_iters=4, save="out", log_file="out.jsonl", async_save=background)
+        assert code == loop.REQUEUE == 75 and signal.getsignal(number) == handlers
+    assert sharded.latest(Path("out")) == 2 and saved("out") == [2]
+    run(preset=None, load="out", save="out", train_iters=4, log_file="out.jsonl")
+    run(train_iters=4, save="whole", log_file="whole.jsonl")
+    assert_same(tensors("out", 4), tensors("whole", 4))
+    assert records("out.jsonl") == records("whole.jsonl")
+
+
+def test_without_save_a_signal_acts_as_ever():
+    with loop.noted_signals(False):
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_signal_before_anything_new_saves_nothing(run, before_step):
+    run(train_iters=1, save="out")
+    before_step(1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert exit_code(run, preset=None, load="out", save="out", train_iters=2) == loop.REQUEUE
+    assert saved("out") == [1]
+
+
+def test_exit_interval_and_duration_save_and_leave(run, monkeypatch):
+    run(train_iters=9, save="out", exit_interval=2)
+    assert saved("out") == [2]
+    run(preset=None, load="out", save="out", train_iters=9, exit_interval=3)
+    assert saved("out") == [2, 3]
+    monkeypatch.setattr(loop, "START", loop.START - 61)
+    run(train_iters=9, save="late", exit_duration_in_mins=1)
+    assert saved("late") == []  # not a step done
+    run(train_iters=2, save="early", exit_duration_in_mins=1000)
+    assert saved("early") == [2]
+
+
+def test_keep_last_keeps_the_newest(run):
+    run(train_iters=6, save="out", save_interval=1, keep_last=2, async_save=True)
+    assert saved("out") == [5, 6] and sharded.latest(Path("out")) == 6
+
+
+def test_files_of_the_model_outlive_the_checkpoint_that_they_came_from(run):
+    """--keep-last removes the folder from which this run was loaded."""
+    Path("files").mkdir()
+    run(train_iters=1, save="out")
+    shape = json.loads(Path("out/iter_0000001/config.json").read_text())
+    Path("files/config.json").write_text(json.dumps(shape))
+    run(preset="files", train_iters=1, save="tuned")
+    run(preset=None, load="tuned", train_iters=4, save="tuned", save_interval=1, keep_last=1)
+    assert saved("tuned") == [4] and Path("tuned/iter_0000004/hf/config.json").is_file()
+
+
+def test_what_killed_saves_left_does_not_stop_a_restart(run):
+    """A half-written folder goes; a whole one that the pointer never reached is overwritten."""
+    run(train_iters=3, save="out", save_interval=1)
+    whole = tensors("out", 3)
+    Path("out/iter_0000004.tmp").mkdir()
+    Path("out/iter_0000004.tmp/rank00000_00000_0.distcp").write_text("half")
+    Path("out/latest_checkpointed_iteration.txt").write_text("2")
+    run(preset=None, load="out", save="out", train_iters=3, log_file="log.jsonl")
+    assert [record["iteration"] for record in records("log.jsonl")] == [3]
+    assert saved("out") == [1, 2, 3] and sharded.latest(Path("out")) == 3
+    assert_same(tensors("out", 3), whole)
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("policy", ["stop", "continue"])
+def test_a_full_disk_keeps_the_old_checkpoint(run, before_step, capsys, policy, background):
+    """The kernel refuses to write files above a limit that is set before the second save."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill() -> None:
+        while sharded.latest(Path("out")) != 1:
+            time.sleep(0.01)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10000, hard))
+
+    before_step(2, fill)
+    flags = {"train_iters": 4, "save": "out", "save_interval": 1, "save_failure": policy, "async_save": background}
+    try:
+        code = exit_code(run, **flags) if policy == "stop" else run(**flags)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert saved("out") == [1] and sharded.latest(Path("out")) == 1 and not list(Path("out").rglob("*.tmp"))
+    output = capsys.readouterr()
+    assert "iteration 2 is not saved: " in (output.err if policy == "stop" else output.out)
+    if policy == "stop":
+        assert code == 1 and output.err.startswith("error: ") and output.err.count("\n") == 1
+    else:
+        assert " iteration        4/       4 |" in output.out
+    run(preset=None, load="out", save="out", train_iters=2)
+    assert saved("out") == [1, 2]
+
+
+def test_an_unwritable_folder_is_an_error_before_the_first_step(run, capsys):
+    Path("file").write_text("")
+    assert exit_code(run, train_iters=1, save="file/out") == 1
+    assert "file/out" in capsys.readouterr().err
+
+
+def poison(monkeypatch, name: str, value: float) -> None:
+    """Lets the gradient of `name` be `value` in the second step."""
+    reduce, done = step_module.reduce_partial_gradients, [0]
+
+    def reduce_and_poison(chunks):
+        reduce(chunks)
+        done[0] += 1
+        if done[0] == 2:
+            local(dict(chunks[0].named_parameters())[name].grad).view(-1)[1] = value
+
+    monkeypatch.setattr(step_module, "reduce_partial_gradients", reduce_and_poison)
+
+
+def test_a_gradient_that_is_not_finite_stops_by_name(run, monkeypatch, capsys):
+    name = "layers.1.self_attn.o_proj.weight"
+    poison(monkeypatch, name, float("inf"))
+    assert exit_code(run, train_iters=4, save="out", save_interval=1) == 1
+    message = capsys.readouterr().err
+    assert "iteration 2: " in message and f"the first gradient that is not finite is {name} of rank 0" in message
+    assert "loss that is not finite" not in message and "weight that is not finite" not in message
+    assert saved("out") == [1]
+
+
+def test_a_skipped_step_leaves_no_trace(run, monkeypatch):
+    """The data moves on; weights, moments, their step count and the router's bias are as if it had not been."""
+    flags = {"train_iters": 3, "save_interval": 1, "on_nan": "skip", "lr_decay_style": "constant"}
+    poison(monkeypatch, "lm_head.weight", float("nan"))
+    run(**flags, save="out", log_file="out.jsonl")
+    log = records("out.jsonl")
+    assert [record["iteration"] for record in log] == [1, 2, 3]
+    assert log[1]["lm_loss"] is None and "lm_head.weight of rank 0" in log[1]["skipped"]
+    assert_same(tensors("out", 1), tensors("out", 2))
+    states = [sharded.read_state(Path("out"), iteration) for iteration in (1, 2, 3)]
+    assert [state["consumed_samples"] for state in states] == [2, 4, 6]
+    assert [state["optimizer_steps"] for state in states] == [1, 1, 2]
+    Path("out/latest_checkpointed_iteration.txt").write_text("2")
+    run(preset=None, load="out", **flags, save="resumed")
+    assert_same(tensors("out", 3), tensors("resumed", 3))
+
+
+def test_what_is_not_finite_never_enters_a_checkpoint(run, monkeypatch, capsys):
+    """Here by a fault of the machine after a good step."""
+    train_step, done = loop.train_step, []
+
+    def faulty(chunks, *args):
+        result = train_step(chunks, *args)
+        done.append(1)
+        if len(done) == 2:
+            local(chunks[0].norm.weight).detach()[3] = float("nan")
+        return result
+
+    monkeypatch.setattr(loop, "train_step", faulty)
+    assert exit_code(run, train_iters=4, save="out", save_interval=1) == 1
+    assert "iteration 2 is not saved: norm.weight is not finite" in capsys.readouterr().err
+    assert saved("out") == [1]
+
+
+def test_no_load_optim_goes_on_with_fresh_moments(run):
+    run(train_iters=2, save="out")
+    run(preset=None, load="out", no_load_optim=True, train_iters=3, save="out", log_file="log.jsonl")
+    assert [record["iteration"] for record in records("log.jsonl")] == [3]
+    state = sharded.read_state(Path("out"), 3)
+    assert (state["consumed_samples"], state["optimizer_steps"]) == (6, 1)
+    # after one step from zero, exp_avg = (1 - beta1) g and exp_avg_sq = (1 - beta2) g²
+    after = tensors("out", 3)
+    first, second = (after[f"optimizer.{moment}.lm_head.weight"] for moment in checkpointing.MOMENTS)
+    torch.testing.assert_close((first / 0.1).square() * 0.001, second)
+
+
+def test_weights_stay_fp32_in_a_bf16_run(run):
+    """The gate, its correction bias and the masters of everything else."""
+    run(train_iters=1, bf16=True, save="out")
+    stored = tensors("out", 1)
+    assert any("mlp.gate.weight" in name for name in stored) and any("correction_bias" in name for name in stored)
+    assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("mtp_layers", [0, 1])
+def test_the_mtp_layer_is_kept_and_may_be_absent(run, mtp_layers):
+    """It is not trained: after a save, a load and another save it has the bits of the start."""
+    extra = {"mtp-num-layers": str(mtp_layers)}
+    run(train_iters=1, save="out", **extra)
+    run(preset=None, load="out", train_iters=2, save="out")
+    first, second = tensors("out", 1), tensors("out", 2)
+    mtp = [name for name in first if name.startswith("layers.3.")]
+    assert bool(mtp) == bool(mtp_layers) and first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in mtp)
+
+
+def test_host_memory_is_flat_over_twenty_background_saves():
+    """One buffer, whatever the number of saves; and what is written is the state at the time of the copy."""
+    copy = checkpointing.HostCopy()
+    tensor = torch.zeros(7, 5)
+    rectangles = [
+        checkpointing.Rectangle("a", (7, 5), (0, 0), tensor, True),
+        checkpointing.Rectangle("b", (3,), (0,), torch.arange(3, dtype=torch.bfloat16), True),
+        checkpointing.Rectangle("c", (7, 5), (0, 0), tensor, False),
+    ]
+    places = set()
+    for value in range(20):
+        tensor.fill_(value)
+        taken = copy.take(rectangles)
+        tensor.fill_(-1)
+        assert [r.name for r in taken] == ["a", "b"] and (taken[0].tensor == value).all()
+        assert torch.equal(taken[1].tensor, rectangles[1].tensor)
+        places.add(tuple(r.tensor.data_ptr() for r in taken))
+    assert len(places) == 1
