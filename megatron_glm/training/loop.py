@@ -65,7 +65,7 @@ def train(
                 if counts.requests.preempted:
                     sys.exit(REQUEUE)
                 return
-            record = step(config, chunks, batches, optimizer, groups, progress, train_iters, counts)
+            record = next_step(config, chunks, batches, optimizer, groups, progress, train_iters, counts)
             seconds = time.perf_counter() - start
             iteration = progress.iteration
             leave = iteration == train_iters or divides(config.train.exit_interval, iteration)
@@ -80,7 +80,7 @@ def train(
                 return
 
 
-def step(
+def next_step(
     config: RunConfig,
     chunks: Sequence[GLMChunk],
     batches: Sequence[PackedBatch],
