@@ -6,6 +6,7 @@ torch's own planners insist on full-size tensors or DTensors; these take any rec
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -111,11 +112,30 @@ class ChunkPlanner(SavePlanner):
         return chunk.read()
 
 
+class StoredChunks:
+    """The chunks of a checkpoint, found by their rows: one expert of many costs no look at those of the others."""
+
+    def __init__(self, metadata: Metadata) -> None:
+        self.metadata = metadata
+        self._sorted: dict[str, tuple[list[int], int, list[ChunkStorageMetadata]]] = {}
+
+    def near(self, name: str, start: int, stop: int) -> TensorStorageMetadata:
+        """The tensor with only those of its chunks that may hold rows (of dim 0) in [start, stop)."""
+        stored = self.metadata.state_dict_metadata[name]
+        if name not in self._sorted:
+            chunks = sorted(stored.chunks, key=lambda chunk: chunk.offsets[0])
+            longest = max(chunk.sizes[0] for chunk in chunks)
+            self._sorted[name] = [chunk.offsets[0] for chunk in chunks], longest, chunks
+        starts, longest, chunks = self._sorted[name]
+        found = chunks[bisect_left(starts, start - longest + 1) : bisect_left(starts, stop)]
+        return TensorStorageMetadata(stored.properties, stored.size, found)
+
+
 class RectanglePlanner(LoadPlanner):
     """Fills rectangles from whatever chunks are stored."""
 
-    def __init__(self, rectangles: list[Rectangle], metadata: Metadata) -> None:
-        self.metadata = metadata
+    def __init__(self, rectangles: list[Rectangle], stored: StoredChunks) -> None:
+        self.stored = stored
         wanted = [rectangle for rectangle in rectangles if rectangle.tensor.numel()]
         self.rectangles = {MetadataIndex(r.name, r.offsets): r for r in wanted}
         if len(self.rectangles) < len(wanted):
@@ -128,7 +148,8 @@ class RectanglePlanner(LoadPlanner):
         items = []
         for index, rectangle in self.rectangles.items():
             wanted = ChunkStorageMetadata(torch.Size(rectangle.offsets), rectangle.tensor.shape)
-            stored = self.metadata.state_dict_metadata[rectangle.name]
+            first = rectangle.offsets[0]
+            stored = self.stored.near(rectangle.name, first, first + rectangle.tensor.shape[0])
             found = create_read_items_for_chunk_list(rectangle.name, stored, [wanted])
             filled = sum(math.prod(item.lengths) for item in found)
             if filled != rectangle.tensor.numel():

@@ -33,14 +33,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..model_config import ModelConfig
 from ..parallel.shard import Rectangle
 from .files import UNFINISHED, archive_checksum, copy_side_files, remove_folder, staged_folder, write_durably
-from .planners import Chunk, ChunkPlanner, RectanglePlanner, cut
+from .planners import Chunk, ChunkPlanner, RectanglePlanner, StoredChunks, cut
 
 FILE_BYTES = 512 << 20  # torch keeps every tensor of a file until the file is closed: this bounds that of a writer
 LATEST_NAME = "latest_checkpointed_iteration.txt"
@@ -138,45 +138,61 @@ def write_chunks(
             saved = latest(folder)
             stack.enter_context(staged_folder(target, replace=saved is None or saved < iteration))
 
+        def write() -> list[tuple[WriteResult, int]]:
+            files = enumerate(split(chunks))
+            named = [(f"rank{rank:05d}_{number:05d}_", ChunkPlanner(file, progress)) for number, file in files]
+            return [pair for prefix, file in named for pair in write_file(writer, file, prefix)]
+
         def finish(parts: list[list[tuple[WriteResult, int]]]) -> None:
-            metadata.planner_data = {result.index: checksum for part in parts for result, checksum in part}
-            writer.finish(metadata, [[result for result, _ in part] for part in parts])
-            content = (writer.path / ".metadata").read_bytes()
-            checksum = zlib.crc32(content).to_bytes(CHECKSUM_BYTES)
-            write_durably(writer.path / ".metadata", content + checksum)
-            write_durably(writer.path / "config.json", json.dumps(config.to_hf(), indent=2).encode())
-            write_durably(writer.path / "state.json", json.dumps(state, indent=2).encode())
-            if hf_files is not None:
-                copy_side_files(hf_files, writer.path / "hf")
+            write_metadata(writer, metadata, [pair for part in parts for pair in part], state, config, hf_files)
             stack.close()
             write_durably(folder / LATEST_NAME, str(iteration).encode())
 
         together(group, planner.create_local_plan, begin)
-        together(group, lambda: _write(writer, planner, rank), finish)
+        together(group, write, finish)
 
 
-def _write(writer: FileSystemWriter, planner: ChunkPlanner, rank: int) -> list[tuple[WriteResult, int]]:
-    """Writes this rank's chunks, in files of at most FILE_BYTES; returns where each is, and its checksum."""
-    written, items, size, files = [], [], 0, 0
+def write_metadata(
+    writer: FileSystemWriter,
+    metadata: Metadata,
+    written: list[tuple[WriteResult, int]],
+    state: dict[str, Any],
+    config: ModelConfig,
+    hf_files: Path | None,
+) -> None:
+    """Writes all that makes the data files in the writer's folder a checkpoint: where each chunk is, and of what."""
+    metadata.planner_data = {result.index: checksum for result, checksum in written}
+    writer.finish(metadata, [[result for result, _ in written]])
+    content = (writer.path / ".metadata").read_bytes()
+    checksum = zlib.crc32(content).to_bytes(CHECKSUM_BYTES)
+    write_durably(writer.path / ".metadata", content + checksum)
+    write_durably(writer.path / "config.json", json.dumps(config.to_hf(), indent=2).encode())
+    write_durably(writer.path / "state.json", json.dumps(state, indent=2).encode())
+    if hf_files is not None:
+        copy_side_files(hf_files, writer.path / "hf")
 
-    def flush() -> None:
-        prefix = SimpleNamespace(prefix=f"rank{rank:05d}_{files:05d}_")
-        results = writer.write_data(SavePlan(items, storage_data=prefix), planner).wait()
-        with (writer.path / results[0].storage_data.relative_path).open("rb") as file:
-            for result in results:
-                place = result.storage_data
-                written.append((result, archive_checksum(file, place.offset, place.length)))
 
-    for item in planner.create_local_plan().items:
-        nbytes = planner.chunks[item.index].nbytes
-        if items and size + nbytes > FILE_BYTES:
-            flush()
-            items, size, files = [], 0, files + 1
-        items.append(item)
-        size += nbytes
-    if items:
-        flush()
-    return written
+def split(chunks: list[Chunk]) -> list[list[Chunk]]:
+    """Consecutive chunks together in files of at most FILE_BYTES, but at least a chunk each."""
+    files: list[list[Chunk]] = []
+    size = FILE_BYTES
+    for chunk in chunks:
+        if size + chunk.nbytes > FILE_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append(chunk)
+        size += chunk.nbytes
+    return files
+
+
+def write_file(writer: FileSystemWriter, planner: ChunkPlanner, prefix: str) -> list[tuple[WriteResult, int]]:
+    """Writes the planner's chunks as one synced file `PREFIX0.distcp`; returns where each is, and its checksum."""
+    plan = SavePlan(planner.create_local_plan().items, storage_data=SimpleNamespace(prefix=prefix))
+    results = writer.write_data(plan, planner).wait()
+    places = [result.storage_data for result in results]
+    with (writer.path / places[0].relative_path).open("rb") as file:
+        checksums = [archive_checksum(file, place.offset, place.length) for place in places]
+    return list(zip(results, checksums, strict=True))
 
 
 def load(folder: Path, iteration: int, rectangles: list[Rectangle], group: ProcessGroup | None) -> None:
@@ -208,6 +224,7 @@ class Reader:
         except Exception as error:  # whatever unpickling damaged bytes may raise
             raise ValueError(f"{folder / '.metadata'} is damaged: {error!r}") from error
         self._storage.set_up_storage_reader(self._metadata, is_coordinator=True)
+        self._chunks = StoredChunks(self._metadata)
         tensors = self._metadata.state_dict_metadata
         self.shapes = {name: (tuple(tensor.size), tensor.properties.dtype) for name, tensor in tensors.items()}
 
@@ -227,7 +244,7 @@ class Reader:
     def read(self, rectangles: list[Rectangle]) -> None:
         """Fills the tensors of `rectangles` in place, converting dtypes."""
         self.require({rectangle.name: rectangle.global_shape for rectangle in rectangles})
-        planner = RectanglePlanner(rectangles, self._metadata)
+        planner = RectanglePlanner(rectangles, self._chunks)
         by_file: dict[str, list[ReadItem]] = {}
         for item in planner.create_local_plan().items:
             by_file.setdefault(self._metadata.storage_data[item.storage_index].relative_path, []).append(item)
