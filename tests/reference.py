@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -52,8 +53,9 @@ def small_config(**changes) -> ModelConfig:
     return ModelConfig(**values)
 
 
+@cache
 def single_groups() -> ParallelGroups:
-    """Groups of one rank, in this process."""
+    """Groups of one rank, in this process; made once, because each has threads that poll."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return ParallelGroups.create(ParallelConfig())

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from megatron_glm.config import KernelConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from megatron_glm.data.packing import PackedBatch
+from megatron_glm.parallel.groups import ParallelGroups
+from tests.distributed import close_groups
 from tests.reference import recorded, small_config
 
 SEQ_LENGTH = 64
@@ -85,7 +87,6 @@ class Recorder:
 
 def train(config: RunConfig, steps: int = 3, make_pack=pack, copies_agree: bool = True) -> Result:
     """Train `steps` steps in this process group and gather what came out on rank 0."""
-    from megatron_glm.parallel.groups import ParallelGroups
     from megatron_glm.training.initialize import build_chunks
     from megatron_glm.training.optimizer import build_optimizer
     from megatron_glm.training.step import train_step
@@ -112,6 +113,7 @@ def train(config: RunConfig, steps: int = 3, make_pack=pack, copies_agree: bool 
     result.gap = seen.gap
     found = {n: (t, c.shards[n]) for c in chunks for n, t in c.state_dict().items()}
     result.parameters = assemble(found, groups.gloo_world, copies_agree)
+    close_groups(groups)
     return result
 
 

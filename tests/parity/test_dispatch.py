@@ -11,7 +11,7 @@ from megatron_glm.ops.experts import grouped_mlp
 from megatron_glm.parallel.dispatch import make_dispatcher
 from megatron_glm.parallel.dispatch.local import LocalDispatcher
 from megatron_glm.parallel.groups import ParallelGroups
-from tests.distributed import run
+from tests.distributed import close_groups, run
 
 RANKS, E, K, D, HIDDEN = 8, 16, 4, 12, 6
 LAYOUTS = [(2, None), (4, None), (8, None), (8, 2), (8, 4)]  # expert ranks, ranks of a node
@@ -151,6 +151,7 @@ def all_layouts() -> dict:
         if node:
             results["bits", ep, node] = hybrid_bits(groups, node)
             results["bytes", ep, node] = bytes_moved(groups, node)
+        close_groups(groups)
     return results
 
 
