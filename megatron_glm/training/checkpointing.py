@@ -37,7 +37,8 @@ class Saver:
 
     With --async-save a save waits only for the one before it and for the copy to host memory. Its files and its
     collectives, on a group of their own, are then the work of a thread. An error shows in `failed` and is raised by the
-    next `wait` or `save`, or reported there with --save-failure continue. Leaving the context waits for the last save.
+    next `wait` or `save`, or reported there with --save-failure continue. Leaving the context waits for the last save,
+    which must succeed.
 
     Raises: ValueError if --save holds checkpoints after `progress`; OSError if it cannot be written.
     """
@@ -66,6 +67,8 @@ class Saver:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
         if error is None:
             self.wait()
+            if self.saved is None:
+                raise OSError(f"the run ends, but its last checkpoint could not be written to {self.folder}")
         elif self.pending is not None:  # still a good checkpoint, but what ends the run is the other error
             concurrent.futures.wait([self.pending])
             if self.failed:

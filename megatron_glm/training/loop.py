@@ -40,7 +40,7 @@ def train(
     Raises:
         FloatingPointError: naming the iteration, if a loss or gradient is not finite, with --on-nan stop.
         ValueError: before the first step, if --save holds later checkpoints than this run starts from.
-        OSError: if a checkpoint cannot be written, with --save-failure stop.
+        OSError: if a checkpoint cannot be written, with --save-failure stop, or the last one, whatever the flag says.
         SystemExit: with code REQUEUE, after a signal and a save.
     """
     train_iters = total_iterations(config, data)
@@ -48,8 +48,8 @@ def train(
         log(f"nothing to train: iteration {progress.iteration} of {train_iters} is reached")
     iteration_log = IterationLog(config.train.log_file, config.train.log_interval, train_iters)
     with (
-        Saver(config, chunks, optimizer, groups, progress) as saver,
         noted_signals(config.checkpoint.save is not None) as signals,
+        Saver(config, chunks, optimizer, groups, progress) as saver,
     ):
         while progress.iteration < train_iters:
             start = time.perf_counter()
