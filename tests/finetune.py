@@ -10,6 +10,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from tests.distributed import close_groups
+
 SHAPE = {
     "num-layers": 3,
     "hidden-size": 32,
@@ -44,8 +46,19 @@ def finetune(preset: str | None = "glm5.2-tiny", **given) -> None:
     flags |= {"packing": "none", "lr": 0.01, "weight-decay": 0.1, "moe-router-bias-update-rate": 0.01}
     flags |= (SHAPE if preset else {}) | {name.replace("_", "-"): value for name, value in given.items()}
     words = [(f"--{name}", *(() if value is True else (str(value),))) for name, value in flags.items() if value]
-    with patch.object(sys, "argv", ["finetune_glm.py", *(word for pair in words for word in pair)]):
-        finetune_glm.main()
+    initialize, made = finetune_glm.initialize, []
+
+    def noted(config):
+        made.append(initialize(config))
+        return made[0]
+
+    argv = ["finetune_glm.py", *(word for pair in words for word in pair)]
+    with patch.object(sys, "argv", argv), patch.object(finetune_glm, "initialize", noted):
+        try:
+            finetune_glm.main()
+        finally:
+            for groups in made:
+                close_groups(groups)
 
 
 def tensors(folder: str | Path, iteration: int) -> dict[str, torch.Tensor]:

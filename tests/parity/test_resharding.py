@@ -1,0 +1,143 @@
+"""A run that changes its layout after every step, through checkpoints, follows the one that never does."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_glm.config import CheckpointConfig, DataConfig, KernelConfig, OptimizerConfig, ParallelConfig, RunConfig
+from megatron_glm.config import TrainConfig as Train
+from megatron_glm.data.loader import Documents, MicroBatches, PackedDataset
+from tests import distributed
+from tests.parity.layouts import SEQ_LENGTH, assemble, parity_model
+from tests.reference import single_groups
+
+TP2_EP2_PP2_VP2 = ParallelConfig(
+    tensor_model_parallel_size=2,
+    sequence_parallel=True,
+    expert_model_parallel_size=2,
+    pipeline_model_parallel_size=2,
+    num_layers_per_virtual_pipeline_stage=1,
+)
+# ranks, layout; each loads what the one before has saved
+LAYOUTS = [
+    (4, TP2_EP2_PP2_VP2),
+    (4, ParallelConfig(context_parallel_size=2, expert_model_parallel_size=4)),
+    (4, TP2_EP2_PP2_VP2),
+    (4, ParallelConfig(reshard_after_forward=False, reshard_experts_after_forward=False)),
+    (4, ParallelConfig(tensor_model_parallel_size=4, sequence_parallel=True, expert_model_parallel_size=2)),
+    (4, ParallelConfig(pipeline_model_parallel_size=4)),
+    (4, ParallelConfig(context_parallel_size=4, expert_model_parallel_size=2)),
+    (2, ParallelConfig(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et|tttL")),
+    (1, ParallelConfig()),
+    (8, dataclasses.replace(TP2_EP2_PP2_VP2, context_parallel_size=2, num_layers_per_virtual_pipeline_stage=None)),
+    (4, ParallelConfig(pipeline_model_parallel_size=2, expert_model_parallel_size=2, grad_sync="every")),
+]
+
+
+def run_config(folder: Path, parallel: ParallelConfig, load: bool, **train) -> RunConfig:
+    model, save = parity_model(4), str(folder)
+    return RunConfig(
+        model=model,
+        parallel=parallel,
+        kernels=KernelConfig(loss_chunk_size=24),
+        optimizer=OptimizerConfig(lr=1e-4, lr_decay_style="constant", moe_router_bias_update_rate=1e-3),
+        data=DataConfig(data_path=("none",), seq_length=SEQ_LENGTH),
+        checkpoint=CheckpointConfig(save=save, load=save if load else None, async_save=load, keep_last=3),
+        train=Train(global_batch_size=4, train_iters=len(LAYOUTS), log_file=f"{folder}.jsonl", **train),
+    )
+
+
+def documents(vocab_size: int) -> Documents:
+    """Thirty documents of up to a pack; not an epoch of the run is like another."""
+    random = np.random.default_rng(0)
+    lengths = random.integers(5, SEQ_LENGTH + 1, 30)
+    total = lengths.sum()
+    offsets = np.concatenate(([0], lengths.cumsum()))
+    return Documents(random.integers(0, vocab_size, total).astype(np.int32), random.random(total) < 0.8, offsets)
+
+
+def gathered(chunks: list, optimizer: torch.optim.Optimizer, gloo) -> dict[str, Tensor]:
+    """On rank 0 every global parameter, buffer and moment; copies on several ranks have been compared."""
+    from megatron_glm.training.optimizer import trained_parameters
+
+    state = {name: (tensor, chunk.shards[name]) for chunk in chunks for name, tensor in chunk.state_dict().items()}
+    for name, parameter, shard in trained_parameters(chunks):
+        state |= {
+            f"{moment} {name}": (optimizer.state[parameter][moment], shard) for moment in ("exp_avg", "exp_avg_sq")
+        }
+        state[f"step {name}"] = (
+            optimizer.state[parameter]["step"],
+            dataclasses.replace(shard, global_shape=(), offsets=()),
+        )
+    return assemble(state, gloo, copies_agree=True)
+
+
+def leg(config: RunConfig, groups) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """One start of the program: the whole state after loading, and at the end."""
+    from megatron_glm.training.checkpointing import load_checkpoint
+    from megatron_glm.training.initialize import build_chunks
+    from megatron_glm.training.loop import train
+    from megatron_glm.training.optimizer import build_optimizer
+
+    data = MicroBatches(PackedDataset(documents(config.model.vocab_size), SEQ_LENGTH, "best-fit", "truncate", 1234))
+    chunks = build_chunks(config, groups)
+    optimizer = build_optimizer(chunks, config.optimizer)
+    progress = load_checkpoint(config, chunks, optimizer, groups)
+    start = gathered(chunks, optimizer, groups.gloo_world)
+    train(config, chunks, optimizer, data, None, groups, progress)
+    return start, gathered(chunks, optimizer, groups.gloo_world)
+
+
+def legs(folder: Path, layouts: list[ParallelConfig], load: bool) -> list:
+    from megatron_glm.parallel.groups import ParallelGroups
+
+    results = []
+    for parallel in layouts:
+        config = run_config(folder, parallel, load, exit_interval=1)
+        groups = ParallelGroups.create(parallel)
+        results.append(leg(config, groups))
+        distributed.close_groups(groups)
+        load = True
+    return results
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> tuple[list, list[dict], list[dict]]:
+    """States at the start and end of every leg; the log of the legs; the log of one uninterrupted process."""
+    folder = tmp_path_factory.mktemp("resharding")
+    leg(run_config(folder / "whole", ParallelConfig(), load=False), single_groups())
+    states = []
+    for ranks, group in groupby(LAYOUTS, lambda item: item[0]):
+        layouts = [parallel for _, parallel in group]
+        states += distributed.run(ranks, legs, folder / "legs", layouts, bool(states), timeout=600)[0]
+    logs = [(folder / name).read_text().splitlines() for name in ("legs.jsonl", "whole.jsonl")]
+    return states, *([json.loads(line) for line in log] for log in logs)
+
+
+@pytest.mark.parametrize("pair", range(len(LAYOUTS) - 1))
+def test_every_bit_of_the_state_survives_a_change_of_layout(runs, pair):
+    """Masters, both moments, their step count and the router's bias, frozen layers included."""
+    states, _, _ = runs
+    saved, loaded = states[pair][1], states[pair + 1][0]
+    assert saved.keys() == loaded.keys() and any(name.startswith("layers.4.") for name in saved)
+    different = [name for name in saved if not torch.equal(saved[name], loaded[name])]
+    assert not different, f"{different[:3]} … of {len(different)}"
+    assert (saved["step norm.weight"] == pair + 1).all() and saved["exp_avg_sq norm.weight"].any()
+
+
+def test_the_loss_is_that_of_the_uninterrupted_run(runs):
+    """Which also says that every step was dealt the same data."""
+    _, log, whole = runs
+    assert [record["iteration"] for record in log] == list(range(1, len(LAYOUTS) + 1))
+    for record, expected in zip(log, whole, strict=True):
+        assert record["loss_tokens"] == expected["loss_tokens"]
+        assert record["lm_loss"] == pytest.approx(expected["lm_loss"], rel=1e-5), record["iteration"]
+    assert whole[-1]["lm_loss"] < whole[0]["lm_loss"] - 1e-3  # a run that stood still would show nothing
