@@ -9,4 +9,4 @@ test:
 	@python=$$(bash examples/setup.sh) && $$python -m pytest -q $(PYTEST_ARGS)
 
 check:
-	@python=$$(bash examples/setup.sh) && $$python -m ruff check .
+	@python=$$(bash examples/setup.sh) && $$python -m ruff check . && $$python -m ruff format --check .

@@ -1,7 +1,7 @@
 from setuptools import find_packages, setup
 
 EXTRAS = {
-    "test": ["pytest", "pytest-timeout", "ruff", "transformers>=5.24", "pyarrow", "sentencepiece"],
+    "test": ["pytest", "pytest-timeout", "ruff==0.17.6", "transformers>=5.24", "pyarrow", "sentencepiece"],
     "data": ["pyarrow", "sentencepiece"],
     "logging": ["tensorboard", "wandb"],
     # Hopper kernels. tilelang needs apache-tvm-ffi < 0.1.13; later flashmla builds need a newer torch than 2.11.

@@ -49,7 +49,9 @@ step "done"
 import json, sys
 log = [json.loads(line) for line in open(sys.argv[1])]
 speed = sorted(record["tokens_per_second_per_gpu"] for record in log)[len(log) // 2]
-print(f"training loss    {log[0]['lm_loss']:.3f} -> {log[-1]['lm_loss']:.3f}, validation {log[-1]['valid_lm_loss']:.3f}")
+last = [record["lm_loss"] for record in log[-10:]]
+print(f"training loss    {log[0]['lm_loss']:.3f} -> {sum(last) / len(last):.3f} (mean of the last {len(last)} iterations)")
+print(f"validation loss  {log[-1]['valid_lm_loss']:.3f}")
 print(f"speed            {speed:.0f} tokens/s (median)")
 SUMMARY
 cat <<END
@@ -57,5 +59,6 @@ checkpoint       $out/trained
 Hugging Face     $out/hf_trained
 log              $out/train.log, $out/train.log.jsonl
 Next, go on where it stopped:
+  cd $PWD
   $python ${train[*]} --load $out/trained --train-iters $((2 * iterations))
 END
