@@ -1,18 +1,25 @@
-"""Converts a Hugging Face folder into a sharded checkpoint (`--from-hf --save`) and back (`--load --to-hf`)."""
+"""Converts a Hugging Face folder into a sharded checkpoint (`--from-hf --save`) and back (`--load --to-hf`).
+
+Alone or under torchrun, where each process takes a share of the files; `--inspect` says what a folder holds.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed, too
 
+import torch.distributed as dist  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from megatron_glm.checkpoint import convert, hf, sharded  # noqa: E402
+from megatron_glm.checkpoint import convert, hf, report, sharded  # noqa: E402
+from megatron_glm.checkpoint.output import Run  # noqa: E402
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -30,46 +37,79 @@ def parse_arguments() -> argparse.Namespace:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--from-hf", type=Path, metavar="DIR", help="Hugging Face folder to read")
     source.add_argument("--load", type=Path, metavar="DIR", help="checkpoint folder (its latest) or one iter_… folder")
-    target = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--inspect", type=Path, metavar="DIR", help="print what either kind of folder holds")
+    target = parser.add_mutually_exclusive_group()
     target.add_argument("--save", type=Path, metavar="DIR", help="checkpoint folder to write iter_0000000 into")
     target.add_argument("--to-hf", type=Path, metavar="DIR", help="Hugging Face folder to write")
     parser.add_argument("--max-shard-size", type=size, metavar="SIZE", help="of a safetensors file (default: 5GB)")
+    parser.add_argument("--fp8-block-quantize", action="store_true", help="export what the FP8 releases hold in FP8 so")
+    parser.add_argument("--resume", action="store_true", help="keep the files that an interrupted run has finished")
+    parser.add_argument("--verify", action="store_true", help="read back and compare bit for bit before it is named")
+    parser.add_argument("--dry-run", action="store_true", help="list what would be written, from headers alone")
     arguments = parser.parse_args()
-    if (arguments.from_hf is None) != (arguments.save is None):
-        parser.error("--from-hf goes with --save, --load with --to-hf")
+    if (arguments.from_hf is None) != (arguments.save is None) or (arguments.load is None) != (arguments.to_hf is None):
+        parser.error("--from-hf goes with --save, --load with --to-hf, --inspect with neither")
     if arguments.max_shard_size is not None and arguments.to_hf is None:
         parser.error("--max-shard-size goes with --to-hf: it bounds the safetensors files")
+    if arguments.fp8_block_quantize and arguments.to_hf is None:
+        parser.error("--fp8-block-quantize goes with --to-hf: checkpoints are held in the config's dtype")
+    if arguments.inspect is not None and (arguments.resume or arguments.dry_run):
+        parser.error("--inspect writes nothing: no --resume and no --dry-run with it")
+    if arguments.dry_run and (arguments.resume or arguments.verify):
+        parser.error("--dry-run writes nothing: no --resume and no --verify with it")
     return arguments
 
 
-def bar(total: int) -> tqdm:
-    return tqdm(total=total, unit="B", unit_scale=True, desc="converting", file=sys.stderr)
-
-
-def run(arguments: argparse.Namespace) -> Path:
-    """Converts; returns the folder written."""
+def open_source(arguments: argparse.Namespace) -> convert.Import | convert.Export:
+    """The conversion, checked from headers and metadata."""
     if arguments.from_hf is not None:
-        checkpoint = hf.HFCheckpoint(arguments.from_hf)
-        with bar(hf.total_bytes(checkpoint.shapes)) as progress:
-            convert.hf_to_sharded(checkpoint, arguments.save, progress.update)
-        return sharded.iteration_folder(arguments.save, 0)
+        return convert.Import(hf.HFCheckpoint(arguments.from_hf, arguments.dry_run), arguments.save)
     folder = arguments.load
     if (iteration := sharded.latest(folder)) is not None:
         folder = sharded.iteration_folder(folder, iteration)
-    export = convert.Export(folder)
-    with bar(hf.total_bytes(export.shapes)) as progress:
-        export.write(arguments.to_hf, arguments.max_shard_size or UNITS["GB"] * 5, progress.update)
-    return arguments.to_hf
+    return convert.Export(folder, arguments.max_shard_size or UNITS["GB"] * 5, arguments.fp8_block_quantize)
+
+
+def run(arguments: argparse.Namespace, group: dist.ProcessGroup | None) -> None:
+    """Does what the arguments say; rank 0 shows it."""
+    if arguments.inspect is not None:
+        report.inspect(arguments.inspect, arguments.verify, print)
+        return
+    opened = []
+    sharded.together(group, lambda: opened.append(open_source(arguments)))
+    [job] = opened
+    target = arguments.to_hf or job.target
+    if arguments.dry_run:
+        for line in report.plan(job.files(Run()), target):
+            print(line)
+        return
+    share = Run(group=group).share(job.files(Run()))
+    total = sum(file.nbytes for file in share)
+    first = group is None or group.rank() == 0
+    bar = tqdm(total=total, unit="B", unit_scale=True, desc="converting", file=sys.stderr, disable=not first)
+    with bar as progress:
+        how = Run(arguments.resume, arguments.verify, group, progress.update)
+        job.write(arguments.to_hf, how) if arguments.to_hf is not None else job.write(how)
+    if first:
+        print(f"wrote {target}" + (", read back and found equal" if arguments.verify else ""))
 
 
 def main() -> int:
     arguments = parse_arguments()
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
+    group = None
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and arguments.inspect is None and not arguments.dry_run:
+        dist.init_process_group("gloo", timeout=timedelta(days=30))  # a dead process is noticed at once, all the same
+        group = dist.group.WORLD
     try:
-        print(f"wrote {run(arguments)}")
+        run(arguments, group)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        if group is None or group.rank() == 0:
+            print(f"error: {error}", file=sys.stderr)
         return 1
+    finally:
+        if group is not None:
+            dist.destroy_process_group()
     return 0
 
 

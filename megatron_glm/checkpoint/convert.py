@@ -4,89 +4,191 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
 
 from ..model_config import ModelConfig
 from . import hf, sharded
-from .files import copy_side_files, staged_folder, write_durably
-from .planners import Chunk, cut
-from .safetensors_io import INDEX_NAME, Outgoing, write_safetensors
+from .files import copy_side_files, write_durably
+from .fp8 import EXPORT_BLOCK, SCALE_SUFFIX, quantize, scale_shape
+from .output import OutputFile, Run, identity, produce
+from .planners import Chunk, ChunkPlanner, cut
+from .safetensors_io import INDEX_NAME, Outgoing, read_header, write_safetensors
 
-Progress = Callable[[int], object]
 
+class Import:
+    """An opened Hugging Face folder about to become `folder`/iter_0000000.
 
-def hf_to_sharded(checkpoint: hf.HFCheckpoint, folder: Path, progress: Progress) -> None:
-    """Writes `folder`/iter_0000000 from an opened Hugging Face folder.
-
-    Warns once if values changed because their dtype on disk was wider than the config's.
-    Raises: ValueError if `folder` already holds checkpoints; nothing half-written stays behind on any error.
+    Raises: ValueError if `folder` already holds checkpoints.
     """
-    if (newest := sharded.latest(folder)) is not None:
-        raise ValueError(f"{folder} already holds a checkpoint of iteration {newest}: choose another folder")
-    chunks = []
-    for name, (shape, dtype) in checkpoint.shapes.items():
-        for offsets, sizes in cut(shape, dtype.itemsize):
-            read = partial(checkpoint.read, name, offsets, sizes)
-            chunks.append(Chunk(name, shape, dtype, offsets, sizes, read))
-    sharded.write_chunks(folder, 0, chunks, {}, checkpoint.config, checkpoint.folder, None, progress)
-    if checkpoint.rounded:
-        key, dtype = next(iter(checkpoint.rounded.items()))
-        warnings.warn(
-            f"{len(checkpoint.rounded)} tensors were rounded to {checkpoint.config.dtype}, "
-            f"first {key}, which is {dtype} on disk",
-            stacklevel=2,
+
+    def __init__(self, checkpoint: hf.HFCheckpoint, folder: Path) -> None:
+        if (newest := sharded.latest(folder)) is not None:
+            raise ValueError(f"{folder} already holds a checkpoint of iteration {newest}: choose another folder")
+        self.checkpoint, self.folder = checkpoint, folder
+        self.target = sharded.iteration_folder(folder, 0)
+        self.chunks = []
+        for name, (shape, dtype) in checkpoint.shapes.items():
+            for offsets, sizes in cut(shape, dtype.itemsize):
+                read = partial(checkpoint.read, name, offsets, sizes)
+                self.chunks.append(Chunk(name, shape, dtype, offsets, sizes, read))
+
+    def files(self, run: Run) -> list[OutputFile]:
+        """What `write` writes, metadata and side files aside."""
+        found = []
+        for number, chunks in enumerate(sharded.split(self.chunks)):
+            names = list(dict.fromkeys(chunk.name for chunk in chunks))
+            prefix = f"part{number:05d}_"
+            write, check = partial(self._write_file, prefix, chunks, run), partial(self._check_file, chunks)
+            nbytes = sum(chunk.nbytes for chunk in chunks)
+            found.append(OutputFile(f"{prefix}0.distcp", nbytes, names, write, check))
+        return found
+
+    def write(self, run: Run) -> None:
+        """Writes the checkpoint; nothing half-written gets its name.
+
+        Warns once if values changed because their dtype on disk was wider than the config's.
+        """
+        source = self.checkpoint.folder
+        settings = {"source": str(source.resolve()), "chunks": len(self.chunks)} | identity(
+            [source / "config.json", *{entry.file for entry in self.checkpoint.source.entries.values()}]
         )
+        produce(self.target, settings, self.files(run), run, self._complete)
+        latest = self.folder / sharded.LATEST_NAME
+        sharded.together(run.group, lambda: None, lambda _: write_durably(latest, b"0"))
+        if rounded := self.checkpoint.rounded:
+            key, dtype = next(iter(rounded.items()))
+            count = f"{len(rounded)} tensors were rounded to {self.checkpoint.config.dtype}"
+            warnings.warn(f"{count}, first {key}, which is {dtype} on disk", stacklevel=2)
+
+    def _write_file(self, prefix: str, chunks: list[Chunk], run: Run, staging: Path) -> list[Any]:
+        """[name, offsets, start, length, checksum] of each chunk in the file."""
+        writer = FileSystemWriter(staging, per_thread_copy_ahead=0)
+        return [
+            [result.index.fqn, list(result.index.offset), place.offset, place.length, checksum]
+            for result, checksum in sharded.write_file(writer, ChunkPlanner(chunks, run.progress), prefix)
+            for place in (result.storage_data,)
+        ]
+
+    def _complete(self, staging: Path, results: list[list[Any]]) -> None:
+        planner = ChunkPlanner(self.chunks, lambda nbytes: None)
+        metadata = planner.create_global_plan([planner.create_local_plan()])[1]
+        written = []
+        for number, chunks in enumerate(results):
+            for name, offsets, start, length, checksum in chunks:
+                place = _StorageInfo(f"part{number:05d}_0.distcp", start, length)
+                index = MetadataIndex(name, torch.Size(offsets))
+                written.append((WriteResult(index, length, place), checksum))
+        writer, config = FileSystemWriter(staging), self.checkpoint.config
+        sharded.write_metadata(writer, metadata, written, {}, config, self.checkpoint.folder)
+
+    def _check_file(self, chunks: list[Chunk], staging: Path) -> None:
+        reader = sharded.Reader(staging)
+        for chunk in chunks:
+            stored = reader.tensor(chunk.name, chunk.offsets, chunk.sizes, chunk.dtype)
+            _require_equal(f"{staging}: {chunk.name} at {list(chunk.offsets)}", stored, chunk.read())
 
 
 class Export:
     """A sharded checkpoint (converted or from training) about to become a Hugging Face folder.
 
-    folder: one iteration. Raises ValueError if its tensors are not those of its config; `optimizer.*` is ignored.
+    folder: one iteration. fp8: quantise what the FP8 releases quantise.
+    max_shard_bytes: of a safetensors file, but at least a tensor with its scale each.
+    Raises ValueError if its tensors are not those of its config; `optimizer.*` is ignored.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, max_shard_bytes: int = 5 * 10**9, fp8: bool = False) -> None:
+        self.folder, self.max_shard_bytes, self.fp8 = folder, max_shard_bytes, fp8
         self.reader = sharded.Reader(folder)
-        self.shapes = hf.parameter_shapes(ModelConfig.from_hf(folder))
+        self.config = ModelConfig.from_hf(folder / "config.json")
+        self.shapes = hf.parameter_shapes(self.config)
         self.reader.require({name: shape for name, (shape, _) in self.shapes.items()})
         for name in self.reader.shapes:
             if name not in self.shapes and not name.startswith("optimizer."):
                 raise ValueError(f"{folder} holds {name}, which belongs to no part of the model in its config.json")
         self._expert = lru_cache(maxsize=1)(self._read_expert)  # its gate and its up rows follow each other
 
-    def write(self, target: Path, max_shard_bytes: int, progress: Progress) -> None:
-        """Writes the Hugging Face folder `target`: files of at most `max_shard_bytes`, but at least a tensor each."""
-        shards = self._shards(max_shard_bytes)
-        weight_map = {}
-        with staged_folder(target) as staging:
-            for number, shard in enumerate(shards, start=1):
-                file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-                weight_map |= {tensor.key: file for tensor in shard}
-                for nbytes in write_safetensors(staging / file, shard):
-                    progress(nbytes)
-            index = {"metadata": {"total_size": hf.total_bytes(self.shapes)}, "weight_map": weight_map}
-            write_durably(staging / INDEX_NAME, json.dumps(index, indent=2, sort_keys=True).encode())
-            if (self.folder / "hf").is_dir():
-                copy_side_files(self.folder / "hf", staging)
-                _drop_quantization(staging / "config.json")
-            else:  # trained from scratch
-                write_durably(staging / "config.json", (self.folder / "config.json").read_bytes())
-
-    def _shards(self, max_bytes: int) -> list[list[Outgoing]]:
+    def files(self, run: Run) -> list[OutputFile]:
+        """What `write` writes, index and side files aside."""
         shards: list[list[Outgoing]] = []
-        size = max_bytes
+        size = self.max_shard_bytes
         for tensor in hf.all_hf_tensors(self.shapes):
-            outgoing = Outgoing(tensor.key, tensor.dtype, tensor.shape, self._blocks(tensor))
-            if size + outgoing.nbytes > max_bytes:
+            unit = self._outgoing(tensor)
+            nbytes = sum(outgoing.nbytes for outgoing in unit)
+            if size + nbytes > self.max_shard_bytes:
                 shards.append([])
                 size = 0
-            shards[-1].append(outgoing)
-            size += outgoing.nbytes
-        return shards
+            shards[-1] += unit
+            size += nbytes
+        files = []
+        for number, shard in enumerate(shards, start=1):
+            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            write, check = partial(self._write_file, name, shard, run), partial(self._check_file, name, shard)
+            keys = [outgoing.key for outgoing in shard]
+            files.append(OutputFile(name, sum(outgoing.nbytes for outgoing in shard), keys, write, check))
+        return files
+
+    def write(self, target: Path, run: Run) -> None:
+        """Writes the Hugging Face folder `target`; nothing half-written gets its name."""
+        settings = {
+            "source": str(self.folder.resolve()),
+            "--max-shard-size": self.max_shard_bytes,
+            "--fp8-block-quantize": self.fp8,
+        } | identity([self.folder / ".metadata", *self.folder.glob("*.distcp")])
+        files = self.files(run)
+        produce(target, settings, files, run, lambda staging, _: self._complete(staging, files))
+
+    def _complete(self, staging: Path, files: list[OutputFile]) -> None:
+        weight_map = {key: file.name for file in files for key in file.keys}
+        index = {"metadata": {"total_size": sum(file.nbytes for file in files)}, "weight_map": weight_map}
+        write_durably(staging / INDEX_NAME, json.dumps(index, indent=2, sort_keys=True).encode())
+        if (self.folder / "hf").is_dir():
+            copy_side_files(self.folder / "hf", staging)
+        else:  # trained from scratch
+            write_durably(staging / "config.json", (self.folder / "config.json").read_bytes())
+        _set_quantization(staging / "config.json", hf.quantization_config(self.shapes) if self.fp8 else None)
+
+    def _write_file(self, name: str, shard: list[Outgoing], run: Run, staging: Path) -> None:
+        for nbytes in write_safetensors(staging / name, shard):
+            run.progress(nbytes)
+
+    def _check_file(self, name: str, shard: list[Outgoing], staging: Path) -> None:
+        entries = read_header(staging / name)
+        for outgoing in shard:
+            stored, start = entries[outgoing.key].tensor().view(torch.uint8).flatten(), 0
+            for block in outgoing.blocks():
+                piece = block.contiguous().view(torch.uint8).flatten()
+                _require_equal(f"{staging / name}: {outgoing.key}", stored[start : start + len(piece)], piece)
+                start += len(piece)
+
+    def _outgoing(self, tensor: hf.HFTensor) -> list[Outgoing]:
+        """The tensor as it is written: as it is, or quantised and followed by its scales."""
+        if not (self.fp8 and hf.is_quantized(tensor.key)):
+            return [Outgoing(tensor.key, tensor.dtype, tensor.shape, partial(self._blocks, tensor))]
+        scales: list[torch.Tensor] = []
+
+        def weights() -> Iterator[torch.Tensor]:
+            scales.clear()
+            for rows in _whole_blocks(self._blocks(tensor), EXPORT_BLOCK[0]):
+                weight, scale = quantize(rows, EXPORT_BLOCK)
+                if not scale.isfinite().all():
+                    raise ValueError(f"{self.folder}: {tensor.key} holds values that are not finite: no FP8 for them")
+                scales.append(scale)
+                yield weight
+
+        shape = scale_shape(tensor.shape, EXPORT_BLOCK)
+        return [
+            Outgoing(tensor.key, torch.float8_e4m3fn, tensor.shape, weights),
+            Outgoing(tensor.key + SCALE_SUFFIX, torch.float32, shape, lambda: iter([torch.cat(scales)])),
+        ]
 
     def _blocks(self, tensor: hf.HFTensor) -> Iterator[torch.Tensor]:
         if len(tensor.sizes) == 3:
@@ -102,8 +204,33 @@ class Export:
         return self.reader.tensor(name, (expert, 0, 0), (1, *self.shapes[name][0][1:]), dtype)
 
 
-def _drop_quantization(config_file: Path) -> None:
-    """The exported weights are not quantised; a config that never said so is left byte for byte."""
+def _whole_blocks(pieces: Iterator[torch.Tensor], rows: int) -> Iterator[torch.Tensor]:
+    """The same rows, cut at multiples of `rows`."""
+    left = None
+    for piece in pieces:
+        piece = piece if left is None else torch.cat([left, piece])
+        whole = len(piece) // rows * rows
+        if whole:
+            yield piece[:whole]
+        left = piece[whole:] if whole < len(piece) else None
+    if left is not None:
+        yield left
+
+
+def _require_equal(what: str, written: torch.Tensor, source: torch.Tensor) -> None:
+    """Raises ValueError with the first byte that differs; equal bits are equal, NaN included."""
+    left, right = (tensor.contiguous().view(torch.uint8).flatten() for tensor in (written, source))
+    if len(left) == len(right) and torch.equal(left, right):
+        return
+    if len(left) != len(right):
+        raise ValueError(f"{what} has {len(left)} bytes, the source {len(right)}")
+    byte = int((left != right).nonzero()[0])
+    raise ValueError(f"{what} was written wrongly: byte {byte} is {left[byte]:#04x}, in the source {right[byte]:#04x}")
+
+
+def _set_quantization(config_file: Path, quantization: dict[str, Any] | None) -> None:
+    """What the config says of the exported weights; one that says so already is left byte for byte."""
     config = json.loads(config_file.read_text())
-    if config.pop("quantization_config", None) is not None:
+    if config.pop("quantization_config", None) != quantization:
+        config |= {} if quantization is None else {"quantization_config": quantization}
         write_durably(config_file, (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())

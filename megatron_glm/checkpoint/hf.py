@@ -13,11 +13,12 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..model_config import ModelConfig
-from .fp8 import SCALE_SUFFIX, dequantize, scale_shape
+from .fp8 import EXPORT_BLOCK, SCALE_SUFFIX, dequantize, scale_shape
 from .safetensors_io import SafetensorsFolder
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -134,12 +135,13 @@ class HFCheckpoint:
     config: the model that the folder holds: without MTP layers where the config promises them but no tensor exists
         (which is what transformers itself saves), with one warning.
     shapes: `parameter_shapes(config)`.
+    headers_only: the files may end behind their headers, as for a plan without the weights.
     Raises ValueError naming tensor and file for missing, extra, misshapen and truncated tensors.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, headers_only: bool = False) -> None:
         self.folder = folder
-        self.source = SafetensorsFolder(folder)
+        self.source = SafetensorsFolder(folder, headers_only)
         self.config = self._drop_absent_mtp(ModelConfig.from_hf(folder / "config.json"))
         self.block = _fp8_block(folder / "config.json")
         self.shapes = parameter_shapes(self.config)
@@ -192,8 +194,12 @@ class HFCheckpoint:
     def read(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
         """The rectangle of a canonical tensor, in its canonical dtype: where possible a view of the mapped file."""
         end = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
+        tensors = self.tensors[name]
+        if len(tensors) > 1:  # in the order of experts, equally many of each
+            each = len(tensors) // self.shapes[name][0][0]
+            tensors = tensors[offsets[0] * each : end[0] * each]
         pieces = []
-        for tensor in self.tensors[name]:
+        for tensor in tensors:
             low = [max(a, b) for a, b in zip(offsets, tensor.offsets, strict=True)]
             high = [min(a, b + c) for a, b, c in zip(end, tensor.offsets, tensor.sizes, strict=True)]
             if all(a < b for a, b in zip(low, high, strict=True)):
@@ -234,8 +240,36 @@ class HFCheckpoint:
 def _fp8_block(config_file: Path) -> tuple[int, int]:
     """`quantization_config.weight_block_size`, 128 x 128 where the config does not say."""
     quantization = json.loads(config_file.read_text()).get("quantization_config") or {}
-    rows, columns = quantization.get("weight_block_size") or (128, 128)
+    rows, columns = quantization.get("weight_block_size") or EXPORT_BLOCK
     return rows, columns
+
+
+# what the FP8 releases leave as it is, beside embedding and head: 118,629 tensors of GLM-5.2-FP8 are 59,585 and a
+# scale for each of the other matrices
+FULL_PRECISION = (".mlp.gate.weight", ".indexer.weights_proj.weight", ".eh_proj.weight")
+
+
+def is_quantized(key: str) -> bool:
+    """Whether the FP8 releases hold this Hugging Face tensor in FP8: the matrices of layers, a few small ones aside."""
+    matrix = key.startswith("model.layers.") and key.endswith(".weight") and "norm" not in key.split(".")[-2]
+    return matrix and not key.endswith(FULL_PRECISION)
+
+
+def quantization_config(shapes: Shapes) -> dict[str, Any]:
+    """`quantization_config` of an export in FP8, as in the releases.
+
+    They call the indexer's weights_proj `indexers_proj` there, which serving engines translate; both names are given.
+    """
+    keys = [tensor.key for tensor in all_hf_tensors(shapes)]
+    kept = [key.removesuffix(".weight").removesuffix(".bias") for key in keys if not is_quantized(key)]
+    alias = [name.replace("indexer.weights_proj", "indexers_proj") for name in kept]
+    return {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "modules_to_not_convert": sorted({*kept, *alias}),
+        "quant_method": "fp8",
+        "weight_block_size": list(EXPORT_BLOCK),
+    }
 
 
 def total_bytes(shapes: Shapes) -> int:

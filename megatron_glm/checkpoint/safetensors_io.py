@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,21 +45,30 @@ class Entry:
     start: int
     end: int
 
+    def tensor(self) -> torch.Tensor:
+        """The tensor as a view of the mapped file: costs no memory until its pages are touched."""
+        mapped = torch.from_file(str(self.file), shared=False, size=self.file.stat().st_size, dtype=torch.uint8)
+        raw = mapped[self.start : self.end]
+        if self.start % self.dtype.itemsize:  # legal in the format, but torch cannot view it in place
+            raw = raw.clone()
+        return raw.view(self.dtype).view(self.shape)
+
 
 class SafetensorsFolder:
     """The tensors of a Hugging Face folder by key, found through its index or in its single file.
 
-    Only headers are read here. Raises ValueError naming tensor and file for whatever does not fit together:
-    an index that names a missing file or tensor, a tensor that the index does not know, truncated files.
+    Only headers are read here; `headers_only` allows files that end behind them.
+    Raises ValueError naming tensor and file for whatever does not fit together: an index that names a missing file or
+    tensor, a tensor that the index does not know, truncated files.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, headers_only: bool = False) -> None:
         self.entries: dict[str, Entry] = {}
         index = folder / INDEX_NAME
         if not index.is_file():
             if not (folder / SINGLE_NAME).is_file():
                 raise ValueError(f"{folder} holds neither {INDEX_NAME} nor {SINGLE_NAME}")
-            self.entries = read_header(folder / SINGLE_NAME)
+            self.entries = read_header(folder / SINGLE_NAME, headers_only)
             return
         try:
             weight_map = json.loads(index.read_text())["weight_map"]
@@ -69,7 +78,7 @@ class SafetensorsFolder:
             if not (folder / name).is_file():
                 key = next(key for key, file in weight_map.items() if file == name)
                 raise ValueError(f"{folder / name} is missing; {INDEX_NAME} places {key} in it")
-            for key, entry in read_header(folder / name).items():
+            for key, entry in read_header(folder / name, headers_only).items():
                 if weight_map.get(key) != name:
                     raise ValueError(f"{folder / name} holds {key}, which {INDEX_NAME} places in {weight_map.get(key)}")
                 self.entries[key] = entry
@@ -77,17 +86,15 @@ class SafetensorsFolder:
             raise ValueError(f"{folder / weight_map[key]} lacks {key}, which {INDEX_NAME} places in it")
 
     def tensor(self, key: str) -> torch.Tensor:
-        """The whole tensor as a view of the mapped file: costs no memory until its pages are touched."""
-        entry = self.entries[key]
-        mapped = torch.from_file(str(entry.file), shared=False, size=entry.file.stat().st_size, dtype=torch.uint8)
-        raw = mapped[entry.start : entry.end]
-        if entry.start % entry.dtype.itemsize:  # legal in the format, but torch cannot view it in place
-            raw = raw.clone()
-        return raw.view(entry.dtype).view(entry.shape)
+        """The whole tensor as a view of the mapped file."""
+        return self.entries[key].tensor()
 
 
-def read_header(file: Path) -> dict[str, Entry]:
-    """The tensors of one safetensors file. Raises ValueError if it is truncated or no such file."""
+def read_header(file: Path, headers_only: bool = False) -> dict[str, Entry]:
+    """The tensors of one safetensors file. Raises ValueError if it is truncated or no such file.
+
+    headers_only: the data may be missing.
+    """
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -107,7 +114,7 @@ def read_header(file: Path) -> dict[str, Entry]:
         start, end = (8 + length + offset for offset in fields["data_offsets"])
         if end - start != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{file}: {key} has {end - start} bytes, shape {list(shape)} of {dtype} needs others")
-        if end > size:
+        if end > size and not headers_only:
             raise ValueError(f"{file} is truncated: {key} ends at byte {end}, the file at byte {size}")
         entries[key] = Entry(file, dtype, shape, start, end)
     return entries
@@ -115,12 +122,12 @@ def read_header(file: Path) -> dict[str, Entry]:
 
 @dataclass(frozen=True)
 class Outgoing:
-    """A tensor to write; `blocks` yields its data in order, as consecutive pieces of its dim 0 or of its bytes."""
+    """A tensor to write; `blocks()` yields its data in order, as consecutive pieces of its dim 0 or of its bytes."""
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    blocks: Iterable[torch.Tensor]
+    blocks: Callable[[], Iterable[torch.Tensor]]
 
     @property
     def nbytes(self) -> int:
@@ -140,7 +147,7 @@ def write_safetensors(file: Path, tensors: list[Outgoing]) -> Iterator[int]:
     with file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:
-            for block in tensor.blocks:
+            for block in tensor.blocks():
                 assert block.dtype == tensor.dtype, (tensor.key, block.dtype)
                 yield stream.write(block.contiguous().view(torch.uint8).numpy().data)
         stream.flush()

@@ -261,6 +261,29 @@ class Reader:
         self.read([Rectangle(name, self.shapes[name][0], offsets, result, owner=False)])
         return result
 
+    def files(self) -> dict[str, list[MetadataIndex]]:
+        """{file: the stored chunks in it}, in the order of the files' names."""
+        found: dict[str, list[MetadataIndex]] = {}
+        for index, place in self._metadata.storage_data.items():
+            found.setdefault(place.relative_path, []).append(index)
+        return dict(sorted(found.items()))
+
+    def check_file(self, file: str, indices: list[MetadataIndex]) -> None:
+        """Raises ValueError if a file of `files` is missing, truncated or another one; reads none of the data."""
+        self._check_file(self.folder / file, indices)
+
+    def check_data(self, file: str, indices: list[MetadataIndex]) -> None:
+        """Raises ValueError if a byte of the chunks in a file of `files` is not the one saved; reads all of them."""
+        for index in indices:
+            dtype, row = self.shapes[index.fqn][1], index.offset[0]
+            near = self._chunks.near(index.fqn, row, row + 1).chunks
+            sizes = next(tuple(chunk.sizes) for chunk in near if chunk.offsets == index.offset)
+            data = self.tensor(index.fqn, tuple(index.offset), sizes, dtype)
+            found, saved = zlib.crc32(data.view(torch.uint8).numpy()), self._metadata.planner_data[index]
+            if found != saved:
+                what = f"{index.fqn} at {list(index.offset)} has the checksum {found:#x}, saved was {saved:#x}"
+                raise ValueError(f"{self.folder / file} is damaged: {what}")
+
     def _check_file(self, file: Path, indices: Iterable[MetadataIndex]) -> None:
         """Refuses a file that is missing, truncated, or another one under this name; reads none of the data."""
         places = {index: self._metadata.storage_data[index] for index in indices}

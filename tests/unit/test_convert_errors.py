@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron_glm.checkpoint import convert, hf, sharded
+from megatron_glm.checkpoint.output import Run
 from tests import hf_folder
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "convert_hf.py"
@@ -125,14 +126,14 @@ def test_an_error_half_way_leaves_nothing(tmp_path: Path, monkeypatch, capsys):
 
     monkeypatch.setattr(opened, "read", full_disk)
     with pytest.raises(OSError, match="no space"):
-        convert.hf_to_sharded(opened, tmp_path / "ckpt", lambda nbytes: None)
+        convert.Import(opened, tmp_path / "ckpt").write(Run())
     assert not any((tmp_path / "ckpt").iterdir())
 
     monkeypatch.undo()
-    convert.hf_to_sharded(opened, tmp_path / "ckpt", lambda nbytes: None)
-    export = convert.Export(tmp_path / "ckpt" / "iter_0000000")
+    convert.Import(opened, tmp_path / "ckpt").write(Run())
+    export = convert.Export(tmp_path / "ckpt" / "iter_0000000", 10**5)
     with pytest.raises(OSError, match="no space"):
-        export.write(tmp_path / "back", 10**5, full_disk_after(10))
+        export.write(tmp_path / "back", Run(progress=full_disk_after(10)))
     assert not (tmp_path / "back").exists() and not list(tmp_path.glob("*.tmp"))
 
 
@@ -161,7 +162,7 @@ def test_existing_targets_are_not_overwritten(tmp_path: Path, monkeypatch, capsy
 
 def test_tensors_that_the_config_does_not_know_are_not_lost_silently(tmp_path: Path):
     hf_folder.make_folder(tmp_path / "hf")
-    convert.hf_to_sharded(hf.HFCheckpoint(tmp_path / "hf"), tmp_path / "ckpt", lambda nbytes: None)
+    convert.Import(hf.HFCheckpoint(tmp_path / "hf"), tmp_path / "ckpt").write(Run())
     folder = sharded.iteration_folder(tmp_path / "ckpt", 0)
     config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 0}
     (folder / "config.json").write_text(json.dumps(config))

@@ -22,6 +22,7 @@ PROGRAM = f'''
 import os, re, sys, threading, time
 from pathlib import Path
 from megatron_glm.checkpoint import convert, hf, planners, sharded
+from megatron_glm.checkpoint.output import Run
 
 planners.CHUNK_BYTES, sharded.FILE_BYTES = {CHUNK}, {FILE}
 os.fsync = lambda descriptor: None
@@ -46,10 +47,10 @@ def peak(convert_once):
     return highest[0] - before
 
 def convert_in():
-    convert.hf_to_sharded(hf.HFCheckpoint(folder / "hf"), folder / "ckpt", lambda nbytes: None)
+    convert.Import(hf.HFCheckpoint(folder / "hf"), folder / "ckpt").write(Run())
 
 def convert_out():
-    convert.Export(folder / "ckpt" / "iter_0000000").write(folder / "back", 32 << 20, lambda nbytes: None)
+    convert.Export(folder / "ckpt" / "iter_0000000", 32 << 20).write(folder / "back", Run())
 
 folder = Path(sys.argv[1])
 print(peak(convert_in), peak(convert_out))

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from megatron_glm.checkpoint import convert, hf, planners, sharded
 from megatron_glm.checkpoint.fp8 import scale_shape
+from megatron_glm.checkpoint.output import Run
 from megatron_glm.model_config import ModelConfig
 from megatron_glm.parallel.shard import Rectangle
 from tests import hf_folder
@@ -26,13 +27,12 @@ def no_sync(monkeypatch: pytest.MonkeyPatch):
 
 def convert_in(source: Path, checkpoint: Path) -> hf.HFCheckpoint:
     opened = hf.HFCheckpoint(source)
-    convert.hf_to_sharded(opened, checkpoint, lambda nbytes: None)
+    convert.Import(opened, checkpoint).write(Run())
     return opened
 
 
 def convert_out(checkpoint: Path, target: Path, iteration: int = 0, max_shard_bytes: int = 70_000) -> None:
-    export = convert.Export(sharded.iteration_folder(checkpoint, iteration))
-    export.write(target, max_shard_bytes, lambda nbytes: None)
+    convert.Export(sharded.iteration_folder(checkpoint, iteration), max_shard_bytes).write(target, Run())
 
 
 def round_trip(tmp_path: Path) -> dict[str, torch.Tensor]:
@@ -57,10 +57,10 @@ def test_round_trip_is_bitwise_with_mtp_and_fp32_bias(tmp_path: Path, monkeypatc
 def test_progress_counts_every_byte_both_ways(tmp_path: Path):
     hf_folder.make_folder(tmp_path / "hf")
     opened, seen = hf.HFCheckpoint(tmp_path / "hf"), []
-    convert.hf_to_sharded(opened, tmp_path / "ckpt", seen.append)
+    convert.Import(opened, tmp_path / "ckpt").write(Run(progress=seen.append))
     assert sum(seen) == hf.total_bytes(opened.shapes)
     seen.clear()
-    convert.Export(tmp_path / "ckpt" / "iter_0000000").write(tmp_path / "back", 10**9, seen.append)
+    convert.Export(tmp_path / "ckpt" / "iter_0000000").write(tmp_path / "back", Run(progress=seen.append))
     assert sum(seen) == hf.total_bytes(opened.shapes)
 
 

@@ -1,0 +1,156 @@
+"""A folder written file by file, by one process or by many, that gets its name only when it is whole.
+
+While it grows it is `NAME.tmp`, and `NAME.tmp/.conversion/` keeps what an interrupted run needs to go on: the settings
+it was begun with, and one record for each file that is written and synced. Both are gone when the folder gets its name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from .files import UNFINISHED, sync_folder, write_durably
+from .sharded import together
+
+RECORDS = ".conversion"
+SETTINGS, FAILED = "settings.json", "failed"
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a conversion runs.
+
+    resume: go on with what an interrupted run left; an error then keeps the finished files, too.
+    verify: read everything written back and compare it with the source before the folder gets its name.
+    group: gloo group of the processes that share the work; they see the same file system. None: this one alone.
+    progress: gets the bytes of each piece written, or found written.
+    """
+
+    resume: bool = False
+    verify: bool = False
+    group: ProcessGroup | None = None
+    progress: Callable[[int], object] = lambda nbytes: None
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else self.group.rank()
+
+    def share(self, files: list[OutputFile]) -> list[OutputFile]:
+        """The files of this process, whatever an interrupted run has left of them."""
+        return files[self.rank :: 1 if self.group is None else self.group.size()]
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """A file to write: a function of the source and the settings alone, whichever process writes it.
+
+    nbytes: of its tensors; keys: their names.
+    write: writes and syncs the file in the folder it gets; returns what `produce` hands to `complete`, JSON.
+    check: compares the file in the folder it gets with the source; raises ValueError where they differ.
+    """
+
+    name: str
+    nbytes: int
+    keys: list[str]
+    write: Callable[[Path], Any]
+    check: Callable[[Path], None]
+
+
+def produce(
+    target: Path,
+    settings: dict[str, Any],
+    files: list[OutputFile],
+    run: Run,
+    complete: Callable[[Path, list[Any]], None],
+) -> None:
+    """Writes `files` into a new folder `target`; every process of `run.group` calls it with the same files.
+
+    Args:
+        settings: JSON; what the content of the files depends on. Rank 0's count.
+        complete: called on rank 0 with the folder and the results of all `files`, in their order; writes the rest.
+    Raises: ValueError or OSError on every process if any of them fails; `target` does not exist then.
+    """
+    staging = target.with_name(target.name + UNFINISHED)
+    together(run.group, lambda: None, lambda _: _begin(target, staging, settings, run.resume))
+    try:
+        together(
+            run.group,
+            lambda: _write_share(staging, files, run),
+            lambda parts: complete(staging, [{k: v for p in parts for k, v in p.items()}[f.name] for f in files]),
+        )
+        if run.verify:
+            together(run.group, lambda: [file.check(staging) for file in run.share(files)] and None)
+        together(run.group, lambda: None, lambda _: _publish(staging, target))
+    except Exception:  # an interrupt keeps the finished files for --resume
+        if run.rank == 0 and not run.resume:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def _begin(target: Path, staging: Path, settings: dict[str, Any], resume: bool) -> None:
+    if target.exists():
+        raise ValueError(f"{target} already exists and is not overwritten: remove it or choose another folder")
+    records = staging / RECORDS
+    if resume and (records / SETTINGS).is_file():
+        _require_same(records / SETTINGS, json.loads((records / SETTINGS).read_text()), settings)
+        (records / FAILED).unlink(missing_ok=True)
+        return
+    if staging.exists():
+        shutil.rmtree(staging)
+    records.mkdir(parents=True)
+    write_durably(records / SETTINGS, json.dumps(settings).encode())
+
+
+def _require_same(file: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    for key in old | new:
+        before, now = (json.dumps(values.get(key)) for values in (old, new))
+        if before != now:
+            raise ValueError(f"{file}: the interrupted run had {key} {before}, this one has {now}: it cannot go on")
+
+
+def _write_share(staging: Path, files: list[OutputFile], run: Run) -> dict[str, Any]:
+    """{file name: result} of this process's files; stops early, without an error, if another process has failed."""
+    results = {}
+    failed = staging / RECORDS / FAILED
+    try:
+        for file in run.share(files):
+            if failed.exists():
+                break
+            record = staging / RECORDS / f"{file.name}.json"
+            finished = json.loads(record.read_text()) if record.is_file() else None
+            if finished is not None and (staging / file.name).is_file():
+                if (staging / file.name).stat().st_size == finished["size"]:
+                    results[file.name] = finished["result"]
+                    run.progress(file.nbytes)
+                    continue
+            result = file.write(staging)
+            size = (staging / file.name).stat().st_size
+            write_durably(record, json.dumps({"size": size, "result": result}).encode())
+            results[file.name] = result
+    except Exception:
+        with suppress(OSError):  # the disk may be full; the error itself is raised
+            failed.touch()
+        raise
+    return results
+
+
+def _publish(staging: Path, target: Path) -> None:
+    shutil.rmtree(staging / RECORDS)
+    for folder, _, _ in os.walk(staging):
+        sync_folder(Path(folder))
+    os.rename(staging, target)
+    sync_folder(target.parent)
+
+
+def identity(paths: list[Path]) -> dict[str, str]:
+    """{path: its size and time of change}: other files, or changed ones, differ in it."""
+    stats = [(path, path.stat()) for path in sorted(paths)]
+    return {str(path.resolve()): f"{stat.st_size} bytes of {stat.st_mtime_ns} ns" for path, stat in stats}

@@ -1,0 +1,120 @@
+"""What a checkpoint or Hugging Face folder holds and whether it is whole, for people."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ..model_config import ModelConfig
+from . import hf, sharded
+from .files import UNFINISHED
+from .output import OutputFile
+from .safetensors_io import INDEX_NAME, SINGLE_NAME, SafetensorsFolder
+
+SHOWN_FAULTS = 10
+
+
+def human(nbytes: float) -> str:
+    """1234567 -> "1.2 MB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.2f} TB"
+
+
+def plan(files: list[OutputFile], target: Path) -> Iterator[str]:
+    """One line for each file that would be written, and their sum."""
+    for file in files:
+        span = file.keys[0] if len(file.keys) == 1 else f"{file.keys[0]} … {file.keys[-1]}"
+        yield f"{file.name}  {human(file.nbytes)}  {len(file.keys)} tensors  {span}"
+    tensors = len({key for file in files for key in file.keys})
+    nbytes = sum(file.nbytes for file in files)
+    yield f"would write {len(files)} files with {tensors} tensors, {nbytes} bytes ({human(nbytes)}), to {target}"
+
+
+def inspect(folder: Path, data: bool, show: Callable[[str], object]) -> None:
+    """Shows model, layout, iteration, sizes and integrity of a checkpoint (its latest, or one iter_…) or HF folder.
+
+    data: read every stored byte and compare its checksum, too (of a Hugging Face folder there are none).
+    Raises: ValueError that lists the first faults, after showing what could be read.
+    """
+    if (folder / INDEX_NAME).is_file() or (folder / SINGLE_NAME).is_file():
+        _inspect_hf(folder, data, show)
+        return
+    iterations = sorted(path.name for path in folder.glob("iter_" + "[0-9]" * 7))
+    latest = sharded.latest(folder)
+    if iterations or latest is not None:
+        show(f"checkpoints  {', '.join(iterations) or 'none'}; the latest is of iteration {latest}")
+        for path in sorted(folder.glob("*" + UNFINISHED)):
+            show(f"unfinished   {path.name}")
+        if latest is None:
+            raise ValueError(f"{folder} has no {sharded.LATEST_NAME}: no save in it was completed")
+        folder = sharded.iteration_folder(folder, latest)
+    reader = sharded.Reader(folder)
+    config = ModelConfig.from_hf(folder / "config.json")
+    _show_model(config, show)
+    _show_stored(reader, show)
+    show(f"state        {(folder / 'state.json').read_text() if (folder / 'state.json').is_file() else 'missing'}")
+    faults = list(_faults(reader, config, data))
+    if faults:
+        more = f"; and {len(faults) - SHOWN_FAULTS} more" if len(faults) > SHOWN_FAULTS else ""
+        raise ValueError("; ".join(faults[:SHOWN_FAULTS]) + more)
+    depth = "every byte has the checksum it was saved with" if data else "files and their checksums are there"
+    show(f"integrity    good: {depth}{'' if data else ' (--verify reads the data, too)'}")
+
+
+def _show_model(config: ModelConfig, show: Callable[[str], object]) -> None:
+    parameters = sum(math.prod(shape) for shape, _ in hf.parameter_shapes(config).values())
+    show(
+        f"model        {parameters:,} parameters: {config.num_hidden_layers} layers, hidden {config.hidden_size}, "
+        f"{config.n_routed_experts} experts, vocabulary {config.vocab_size}, "
+        f"{config.num_nextn_predict_layers} MTP layers, {config.dtype}"
+    )
+
+
+def _show_stored(reader: sharded.Reader, show: Callable[[str], object]) -> None:
+    sizes = {"weights": 0, "optimizer": 0}
+    dtypes: dict[str, int] = {}
+    for name, (shape, dtype) in reader.shapes.items():
+        sizes["optimizer" if name.startswith("optimizer.") else "weights"] += math.prod(shape) * dtype.itemsize
+        dtypes[str(dtype).removeprefix("torch.")] = dtypes.get(str(dtype).removeprefix("torch."), 0) + 1
+    files = reader.files()
+    writers = {name.split("_")[0] for name in files if name.startswith("rank")}
+    made = f"saved by {len(writers)} processes" if writers else "converted"
+    chunks = sum(map(len, files.values()))
+    show(f"iteration    {reader.folder.name.removeprefix('iter_')}, {made}")
+    show(f"layout       {len(reader.shapes)} tensors in {chunks} chunks in {len(files)} files; {dtypes}")
+    show(f"sizes        weights {human(sizes['weights'])}, optimizer {human(sizes['optimizer'])}")
+
+
+def _faults(reader: sharded.Reader, config: ModelConfig, data: bool) -> Iterator[str]:
+    checks: list[Callable[[], object]] = [
+        lambda: reader.require({name: shape for name, (shape, _) in hf.parameter_shapes(config).items()}),
+        lambda: json.loads((reader.folder / "state.json").read_text()),
+    ]
+    for file, indices in reader.files().items():
+        check = reader.check_data if data else reader.check_file
+        checks.append(lambda check=check, file=file, indices=indices: check(file, indices))
+    for check in checks:
+        try:
+            check()
+        except (ValueError, OSError) as error:
+            yield str(error)
+
+
+def _inspect_hf(folder: Path, data: bool, show: Callable[[str], object]) -> None:
+    if data:
+        raise ValueError(f"{folder}: a Hugging Face folder has no checksums that --verify could compare")
+    entries = SafetensorsFolder(folder).entries
+    files = {entry.file for entry in entries.values()}
+    checkpoint = hf.HFCheckpoint(folder)
+    _show_model(checkpoint.config, show)
+    dtypes: dict[str, int] = {}
+    for entry in entries.values():
+        dtypes[str(entry.dtype).removeprefix("torch.")] = dtypes.get(str(entry.dtype).removeprefix("torch."), 0) + 1
+    show(f"layout       Hugging Face folder: {len(entries)} tensors in {len(files)} files; {dtypes}")
+    show(f"sizes        {human(sum(entry.end - entry.start for entry in entries.values()))}")
+    show("integrity    good: every tensor of the model is there, and whole by its size")
