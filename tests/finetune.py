@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from tests.distributed import close_groups
 
@@ -59,6 +61,12 @@ def finetune(preset: str | None = "glm5.2-tiny", **given) -> None:
         finally:
             for groups in made:
                 close_groups(groups)
+
+
+def keep_default_group() -> AbstractContextManager:
+    """What ends the program otherwise ends the process group that other tests go on with."""
+    destroy = dist.destroy_process_group
+    return patch.object(dist, "destroy_process_group", lambda group=None: group and destroy(group))
 
 
 def tensors(folder: str | Path, iteration: int) -> dict[str, torch.Tensor]:

@@ -21,14 +21,13 @@ from megatron_glm.parallel.shard import Rectangle
 from megatron_glm.training import checkpointing, loop
 from megatron_glm.training import step as step_module
 from megatron_glm.training.initialize import one_line_errors
-from tests.finetune import assert_same, finetune, records, tensors, write_rows
+from tests.finetune import assert_same, finetune, keep_default_group, records, tensors, write_rows
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """finetune_glm.py in a folder with its data, which is the working directory."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: None)  # other tests go on with it
     write_rows(tmp_path)
     return finetune
 
@@ -56,7 +55,7 @@ def saved(folder: str) -> list[int]:
 
 
 def exit_code(run, **flags) -> int:
-    with pytest.raises(SystemExit) as stop, one_line_errors():
+    with keep_default_group(), pytest.raises(SystemExit) as stop, one_line_errors():
         run(**flags)
     return stop.value.code
 
