@@ -8,6 +8,7 @@ config which is computed exactly.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -103,8 +104,8 @@ class ModelConfig:
         """
         path = _locate(source)
         try:
-            raw = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: not JSON: {error}") from error
         if not isinstance(raw, dict):
             raise ValueError(f"{path}: a config must be a JSON object, not {type(raw).__name__}")
@@ -139,6 +140,7 @@ def _locate(source: str | Path) -> Path:
 
 
 def _parse(raw: dict[str, Any], path: Path) -> ModelConfig:
+    _check_containers(raw, path)
     _refuse_unserved(raw, path)
     rope = raw.get("rope_parameters") or {}
     values = {f.name: raw[f.name] for f in fields(ModelConfig) if f.name in raw and f.name != "indexer_types"}
@@ -159,6 +161,24 @@ def _parse(raw: dict[str, Any], path: Path) -> ModelConfig:
     values["indexer_types"] = _indexer_types(raw, layers, path)
     values["mlp_layer_types"] = _mlp_types(raw, layers, path)
     return ModelConfig(**values)
+
+
+def _check_containers(raw: dict[str, Any], path: Path) -> None:
+    """Refuses fields that are no list, object or text where the rest of this file counts on one; null is as absent."""
+    lists = ("architectures", "indexer_types", "mlp_layer_types")
+    kinds = dict.fromkeys(lists, (list,)) | {"rope_parameters": (dict,), "index_topk_pattern": (str, list)}
+    for name, served in kinds.items():
+        if raw.get(name) is not None and not isinstance(raw[name], served):
+            words = " or ".join({list: "a list", dict: "an object", str: "a string"}[kind] for kind in served)
+            raise ValueError(f"{path}: {name} is {raw[name]!r}, it must be {words}")
+    for name in ("index_skip_topk_offset", "first_k_dense_replace"):
+        if raw.get(name) is not None and type(raw[name]) is not int:
+            raise ValueError(f"{path}: {name} is {raw[name]!r}, it must be a whole number")
+    eos = raw.get("eos_token_id")
+    ids_of = {"eos_token_id": eos if isinstance(eos, list) else [eos], "pad_token_id": [raw.get("pad_token_id")]}
+    for name, ids in ids_of.items():
+        if not all(token is None or type(token) is int for token in ids):
+            raise ValueError(f"{path}: {name} is {raw[name]!r}, it must be a token id")
 
 
 def _refuse_unserved(raw: dict[str, Any], path: Path) -> None:
@@ -189,9 +209,9 @@ def _indexer_types(raw: dict[str, Any], layers: int, path: Path) -> tuple[str, .
         names = {"F": "full", "S": "shared"}
         sources["index_topk_pattern"] = tuple(names.get(c, c) for c in pattern)
     if (freq := raw.get("index_topk_freq")) is not None:
-        if not isinstance(freq, int) or freq < 1:
+        if type(freq) is not int or freq < 1:
             raise ValueError(f"{path}: index_topk_freq is {freq!r}, it must be a whole number of at least 1")
-        offset = raw.get("index_skip_topk_offset", 2)
+        offset = 2 if raw.get("index_skip_topk_offset") is None else raw["index_skip_topk_offset"]
         sources["index_topk_freq/index_skip_topk_offset"] = tuple(
             "full" if max(i - offset + 1, 0) % freq == 0 else "shared" for i in range(layers)
         )
@@ -212,7 +232,8 @@ def _mlp_types(raw: dict[str, Any], layers: int, path: Path) -> tuple[str, ...]:
         types = tuple(raw["mlp_layer_types"])
         _check_layer_list(types, "mlp_layer_types", ("dense", "sparse"), layers, path)
         return types
-    return _leading_dense(raw.get("first_k_dense_replace", 3), layers)
+    dense = raw.get("first_k_dense_replace")
+    return _leading_dense(3 if dense is None else dense, layers)
 
 
 def _leading_dense(dense: int, layers: int) -> tuple[str, ...]:
@@ -233,7 +254,7 @@ def _check_scalars(values: dict[str, Any], path: Path) -> None:
         kind, least = type(value), 0 if field.name == "num_nextn_predict_layers" else 1
         if field.type == "int" and (kind is not int or value < least):
             raise ValueError(f"{path}: {field.name} is {value!r}, it must be a whole number of at least {least}")
-        if field.type == "float" and (kind not in (int, float) or value <= 0):
+        if field.type == "float" and (kind not in (int, float) or not 0 < value < math.inf):
             raise ValueError(f"{path}: {field.name} is {value!r}, it must be a positive number")
         if field.type == "bool" and kind is not bool:
             raise ValueError(f"{path}: {field.name} is {value!r}, it must be true or false")

@@ -52,9 +52,13 @@ class ChatTemplate:
     def load(cls, folder: str | Path) -> ChatTemplate:
         """From `chat_template.jinja`, else from the string in `tokenizer_config.json`, of the tokenizer's folder."""
         file, config = Path(folder) / "chat_template.jinja", Path(folder) / "tokenizer_config.json"
-        if file.is_file():
-            return cls(file.read_text(encoding="utf-8"), str(file))
-        source = json.loads(config.read_text(encoding="utf-8")).get("chat_template") if config.is_file() else None
+        try:
+            if file.is_file():
+                return cls(file.read_text(encoding="utf-8"), str(file))
+            settings = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else None
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(f"cannot read {file if file.is_file() else config}: {error}") from error
+        source = settings.get("chat_template") if isinstance(settings, dict) else None
         if not isinstance(source, str):
             raise ValueError(f"rows with messages need a chat template: {file}, or a string in {config}")
         return cls(source, str(config))
@@ -67,7 +71,7 @@ class ChatTemplate:
             return self._template.render(
                 messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
             )
-        except (jinja2.TemplateError, TypeError, AttributeError) as error:
+        except Exception as error:  # a template is a program: whatever it raises is about this row
             raise ValueError(f"the chat template refuses the messages: {error}") from error
 
     def render_targets(self, messages: list[dict], tools: Any = None) -> tuple[str, list[tuple[int, int]]]:
@@ -80,6 +84,8 @@ class ChatTemplate:
         from the template alone: raises ValueError if the row contains one, or if the turns cannot be told apart.
         """
         messages, tools = _checked_messages(messages), _parsed(tools, "tools")
+        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+            raise ValueError(f"tools must be a list of objects, got {tools!r:.80}")
         for what, value in (*((f"messages[{i}]", m) for i, m in enumerate(messages)), ("tools", tools)):
             if found := _ROLE_TOKEN.search(json.dumps(value, ensure_ascii=False, default=str)):
                 raise ValueError(f"{what} contains the role token {found.group()}, which would end or begin a turn")
@@ -123,7 +129,7 @@ def _parsed(value: Any, what: str) -> Any:
         return value
     try:
         return json.loads(value)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{what} is not valid JSON: {error}") from error
 
 
@@ -136,12 +142,24 @@ def _checked_messages(messages: Any) -> list[dict]:
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             raise ValueError(f"messages[{i}] must be an object with a role of {ROLES}, got {message!r:.80}")
         message = {key: value for key, value in message.items() if value is not None}
+        _check_content(message, i)
         if "tool_calls" in message:
             if not isinstance(message["tool_calls"], list):
                 raise ValueError(f"messages[{i}].tool_calls must be a list, got {message['tool_calls']!r:.80}")
             message["tool_calls"] = [_checked_call(call, i) for call in message["tool_calls"]]
         checked.append(message)
     return checked
+
+
+def _check_content(message: dict, i: int) -> None:
+    """Templates render or drop a number or an object in silence: text is text, or a list of text and parts."""
+    for key in ("content", "reasoning_content"):
+        value = message.get(key, "")
+        parts = value if isinstance(value, list) and key == "content" else [value]
+        kinds = (str, dict) if parts is value else (str,)
+        if not all(isinstance(part, kinds) for part in parts):
+            what = "a string or a list of parts" if key == "content" else "a string"
+            raise ValueError(f"messages[{i}].{key} must be {what}, got {value!r:.80}")
 
 
 def _checked_call(call: Any, i: int) -> dict:

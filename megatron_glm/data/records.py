@@ -37,11 +37,14 @@ def find_files(data_path: Iterable[str]) -> list[Path]:
     """Files of data-path entries (files, folders, globs) in the order given, sorted inside a folder or glob."""
     files: list[Path] = []
     for entry in data_path:
+        if not entry:
+            raise ValueError("a data path is empty")  # an unset shell variable, not the working directory
         path = Path(entry)
         if path.is_dir():
-            found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES)
+            found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and not file.is_dir())
         else:
-            found = [path] if path.is_file() else sorted(map(Path, glob.glob(entry, recursive=True)))
+            matches = [path] if path.is_file() else sorted(map(Path, glob.glob(entry, recursive=True)))
+            found = [file for file in matches if not file.is_dir()]
         if not found:
             raise ValueError(f"{entry} holds or matches no file ({' or '.join(SUFFIXES)})")
         for file in found:
@@ -134,7 +137,10 @@ class RowReader:
 
 def parse_row(raw: bytes | dict) -> tuple[dict, str]:
     """The row and its kind; raises ValueError if it is no JSON object or of no known kind."""
-    row = raw if isinstance(raw, dict) else json.loads(raw.decode("utf-8"))
+    try:
+        row = raw if isinstance(raw, dict) else json.loads(raw.decode("utf-8"))
+    except RecursionError as error:
+        raise ValueError("the line is nested too deep for JSON") from error
     if not isinstance(row, dict):
         raise ValueError(f"the line must be a JSON object, got {row!r:.80}")
     for keys in KINDS:

@@ -156,6 +156,11 @@ def test_a_turn_unlike_its_generation_prompt_is_refused():
         ([user("a"), assistant("b", tool_calls=[{"name": "f", "arguments": "{"}])], None, "is not valid JSON"),
         ([user("a"), assistant("b", tool_calls=[{"name": "f", "arguments": "[1]"}])], None, "must be an object"),
         ([user("a"), assistant("b")], "{", "tools is not valid JSON"),
+        ([user("a"), assistant("b")], "[" * 100_000, "tools is not valid JSON"),
+        ([user("a"), assistant("b")], ["search"], r"tools must be a list of objects, got \['search'\]"),
+        ([user("a"), assistant({"text": "b"})], None, r"messages\[1\].content must be a string or a list of parts"),
+        ([user(7), assistant("b")], None, r"messages\[0\].content must be a string or a list of parts, got 7"),
+        ([user("a"), assistant("b", reasoning_content=["c"])], None, r"messages\[1\].reasoning_content must be a str"),
     ],
 )
 def test_bad_messages_are_refused(template: ChatTemplate, messages, tools, match: str):
@@ -174,6 +179,8 @@ def test_json_text_and_null_fields(template: ChatTemplate):
 def test_template_reasons_reach_the_user():
     with pytest.raises(ValueError, match="refuses the messages: roles must alternate"):
         ChatTemplate("{{ raise_exception('roles must alternate') }}", "strict").render([user("a")])
+    with pytest.raises(ValueError, match="refuses the messages: division by zero"):
+        ChatTemplate("{{ 1 / 0 }}", "divides").render([user("a")])
     with pytest.raises(ValueError, match="broken.jinja is malformed at line 2"):
         ChatTemplate("a\n{% if %}", "broken.jinja")
     with pytest.raises(ValueError, match="refuses the messages"):
@@ -182,6 +189,12 @@ def test_template_reasons_reach_the_user():
 
 def test_template_files(tmp_path: Path):
     with pytest.raises(ValueError, match="need a chat template: .*chat_template.jinja"):
+        ChatTemplate.load(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ValueError, match="need a chat template"):
+        ChatTemplate.load(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ValueError, match="cannot read .*tokenizer_config.json"):
         ChatTemplate.load(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "from the config"}))
     assert ChatTemplate.load(tmp_path).render([user("a")]) == "from the config"

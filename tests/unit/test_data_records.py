@@ -164,6 +164,7 @@ def test_files_folders_and_globs(tmp_path: Path):
     for name in ("b/2.jsonl", "b/1.jsonl", "b/deep/3.jsonl", "a.jsonl", "b/notes.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         write_jsonl(tmp_path / name, [])
+    (tmp_path / "b/folder.jsonl").mkdir()
 
     def found(*entries: str) -> list[str]:
         return [str(file.relative_to(tmp_path)) for file in find_files([str(tmp_path / entry) for entry in entries])]
@@ -178,11 +179,14 @@ def test_files_folders_and_globs(tmp_path: Path):
     ):
         with pytest.raises(ValueError, match=match):
             found(entry)
+    with pytest.raises(ValueError, match="a data path is empty"):
+        find_files([""])
 
 
 BAD_ROWS = [
     (b"{not json", "Expecting property name"),
     (b"\xff\xfe", "can't decode byte 0xff"),
+    (b"[" * 100_000, "nested too deep"),
     ([1], "must be a JSON object"),
     ({"txt": "x"}, r"has the keys \['txt'\] and is of no known kind"),
     ({"text": 7}, "text must be a string, got 7"),

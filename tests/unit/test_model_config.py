@@ -215,6 +215,14 @@ REFUSED = {
     "negative MTP": (dict(num_nextn_predict_layers=-1), "num_nextn_predict_layers is -1, it must be a whole number"),
     "text for a truth value": (dict(norm_topk_prob="false"), "norm_topk_prob is 'false', it must be true or false"),
     "epsilon": (dict(rms_norm_eps=None), "rms_norm_eps is None, it must be a positive number"),
+    "infinite": (dict(rms_norm_eps=float("inf")), "rms_norm_eps is inf, it must be a positive number"),
+    "no list": (dict(mlp_layer_types=3), "mlp_layer_types is 3, it must be a list"),
+    "one architecture": (dict(architectures=1), "architectures is 1, it must be a list"),
+    "no object": (dict(rope_parameters="default"), "rope_parameters is 'default', it must be an object"),
+    "pattern type": (dict(index_topk_pattern=4), "index_topk_pattern is 4, it must be a string or a list"),
+    "offset": (dict(index_skip_topk_offset="2"), "index_skip_topk_offset is '2', it must be a whole number"),
+    "dense layers": (dict(first_k_dense_replace=1.5), "first_k_dense_replace is 1.5, it must be a whole number"),
+    "end token": (dict(eos_token_id=["</s>"]), "eos_token_id is ['</s>'], it must be a token id"),
     "dtype": (dict(dtype="float8_e4m3fn"), "dtype is 'float8_e4m3fn', it must be one of bfloat16, float16, float32"),
     "odd rope": (dict(qk_rope_head_dim=7), "qk_rope_head_dim is 7, rotary pairs need an even number"),
     "narrow index head": (dict(index_head_dim=4), "index_head_dim 4 is smaller than qk_rope_head_dim 8"),
@@ -233,6 +241,15 @@ def test_refuses_by_field_and_file(tmp_path, case):
         ModelConfig.from_hf(tmp_path)
     message = str(error.value)
     assert message.startswith(f"{path}: ") and words in message and "\n" not in message, message
+
+
+@pytest.mark.parametrize(
+    "content", [b'{"a": "\xe9"}', b"[" * 100_000, b"{", b"[]"], ids=["latin-1", "deep", "cut", "list"]
+)
+def test_refuses_what_is_no_json_object(tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"config.json: (not JSON|a config must be a JSON object)"):
+        ModelConfig.from_hf(tmp_path)
 
 
 REQUIRED = [field.name for field in fields(ModelConfig) if field.default is MISSING]
