@@ -10,6 +10,7 @@ import megatron_glm.parallel.groups as groups_module
 from megatron_glm.config import ParallelConfig
 from megatron_glm.parallel.grid import GROUP_AXES, Grid
 from megatron_glm.parallel.groups import ParallelGroups
+from tests.reference import single_groups
 
 
 def parallel(tp=1, cp=1, pp=1, ep=1, node=None) -> ParallelConfig:
@@ -166,11 +167,7 @@ def test_all_ranks_create_the_same_groups_in_the_same_order(monkeypatch, world, 
 
 
 def test_groups_of_one_process():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        groups = ParallelGroups.create(parallel())
-        assert groups.tp is groups.tp_cp_dp is groups.ep is groups.gloo_world is dist.group.WORLD
-        assert groups.checkpoint is not groups.gloo_world
-        assert (groups.pp.size(), groups.pp.rank(), groups.ep_node) == (1, 0, None)
-    finally:
-        dist.destroy_process_group()
+    groups = single_groups()
+    assert groups.tp is groups.tp_cp_dp is groups.ep is groups.gloo_world is dist.group.WORLD
+    assert groups.checkpoint is not groups.gloo_world
+    assert (groups.pp.size(), groups.pp.rank(), groups.ep_node) == (1, 0, None)

@@ -2,16 +2,16 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from megatron_glm.config import OptimizerConfig, ParallelConfig
+from megatron_glm.config import OptimizerConfig
 from megatron_glm.parallel.fsdp import local
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.shard import ShardInfo
 from megatron_glm.training.optimizer import build_optimizer, clip_gradients, gradient_norm
+from tests.reference import single_groups
 
 
 class FakeGroup:
@@ -26,9 +26,7 @@ class FakeGroup:
 
 @pytest.fixture(scope="module")
 def groups() -> ParallelGroups:
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return ParallelGroups.create(ParallelConfig())
+    return single_groups()
 
 
 class Net(nn.Module):
