@@ -8,6 +8,7 @@ names the flags and both numbers.
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -43,7 +44,7 @@ def require_multiple(what: str, number: int, of: str, divisor: int) -> None:
 
 
 class Section:
-    """Base of the sections: refuses a value outside the choices of its field, and sizes and counts below 1."""
+    """Base of the sections: refuses a value outside its choices, sizes and counts below 1, and infinite numbers."""
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
@@ -55,6 +56,8 @@ class Section:
             minimum = field.metadata["minimum"]
             if kind in (int, int | None) and value is not None and value < minimum:
                 raise ValueError(f"{flag_name(field.name)} is {value}; it must be at least {minimum}")
+            if kind is float and not math.isfinite(value):
+                raise ValueError(f"{flag_name(field.name)} is {value}; it must be a finite number")
 
 
 @dataclass(frozen=True)
@@ -238,6 +241,8 @@ class TrainConfig(Section):
 
     def check(self, tokens_per_pack: int, parallel: ParallelConfig, world_size: int) -> None:
         """Refuses batch sizes that the ranks cannot share equally."""
+        if self.seed >= 2**63:
+            raise ValueError(f"--seed is {self.seed}; it must be below 2^63")
         if not self.eval_only and (self.train_iters is None) == (self.train_epochs is None):
             raise ValueError(f"give one of --train-iters ({self.train_iters}) and --train-epochs ({self.train_epochs})")
         dp, micro = parallel.data_parallel_size(world_size), self.micro_batch_size

@@ -85,6 +85,8 @@ def test_the_layout_string_of_the_documentation():
         ("Et*39|(t*39L", 2, ["brackets"]),
         ("Et*39|x*39L", 2, ["'x'"]),
         ("*3Et*39|t*39L", 2, ["'*3'"]),
+        ("Et*99999999999|tL", 2, ["*99999999999 repeats beyond"]),
+        ("E((t*999)*999)*999|tL", 2, ["*999 repeats beyond"]),
     ],
 )
 def test_wrong_layout_strings_are_refused(text, pp, words):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_glm.parallel.pipeline.schedule import Action, build_schedule, check_schedule, simulate
+from megatron_glm.parallel.pipeline.schedule import Action, build_schedule, check_schedule, main, simulate
 
 
 @pytest.mark.parametrize("pp", range(1, 9))
@@ -120,3 +120,27 @@ def test_command_prints_idle_share_peak_and_timeline():
     assert [line.split("|")[0].strip() for line in lines[2:]] == ["rank  0", "rank  1"]
     failed = subprocess.run([*command, *flags, "--stage-costs", "1:3,1:3"], capture_output=True, text=True)
     assert failed.returncode == 2 and "2 stage costs for 2 x 2 stages" in failed.stderr
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--stage-costs 1", "--stage-costs 1: '1' is not two positive numbers"),
+        ("--stage-costs 1:2:3", "'1:2:3' is not two positive numbers"),
+        ("--stage-costs 1:3,0:0", "'0:0' is not two positive numbers"),
+        ("--stage-costs nan:1", "'nan:1' is not two positive numbers"),
+        ("--micro-batches 0", "0 micro-batches"),
+        ("--pipeline-model-parallel-layout auto", "--pipeline-model-parallel-layout needs --hf-config"),
+        ("--hf-config glm5.2-tiny --stage-costs 1:2", "--stage-costs does not go with --hf-config"),
+        ("--hf-config glm5.2-tiny --seq-length 0", "--seq-length is 0"),
+        (
+            "--hf-config glm5.2-tiny --num-layers-per-virtual-pipeline-stage 1 --pipeline-model-parallel-layout auto",
+            "both set the stages: give one",
+        ),
+    ],
+)
+def test_command_refuses_by_name(flags, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["schedule", "--pipeline-model-parallel-size", "2", *flags.split()])
+    with pytest.raises(SystemExit) as exit:
+        main()
+    assert exit.value.code == 2 and words in capsys.readouterr().err

@@ -15,6 +15,7 @@ from megatron_glm.config import ModelConfig, ParallelConfig
 from megatron_glm.flops import head_flops, layer_flops
 from megatron_glm.parallel.pipeline.schedule import Step, build_schedule, check_schedule, end_times
 
+MAX_ITEMS = 100_000  # of an expanded layout string
 AUTO_MAX_CHUNKS = 10
 AUTO_BUDGET = 4_000_000  # simulated actions in all: one or two seconds
 
@@ -117,13 +118,15 @@ def _from_string(text: str, pp: int, model: ModelConfig) -> PipelineLayout:
 def _expand(text: str) -> str:
     """A layout string without `*`, brackets and commas."""
     groups, i = [[]], 0  # open groups, innermost last: lists of expanded items
-    for token in re.findall(r"\*\d+|.", text.replace(" ", "").replace(",", "")):
+    for token in re.findall(r"\*[0-9]+|.", text.replace(" ", "").replace(",", "")):
         if token == "(":
             groups.append([])
         elif token == ")" and len(groups) > 1:
             inner = "".join(groups.pop())
             groups[-1].append(inner)
         elif token[0] == "*" and token[1:] and groups[-1]:
+            if len(token) > 7 or len(groups[-1][-1]) * int(token[1:]) > MAX_ITEMS:
+                raise ValueError(f"{LAYOUT_FLAG} {text!r}: {token} repeats beyond {MAX_ITEMS} layers and stages")
             groups[-1][-1] *= int(token[1:])
         elif token in "EtmL|":
             groups[-1].append(token)

@@ -7,6 +7,7 @@ Everything here counts in actions: F(chunk, micro-batch) and B(chunk, micro-batc
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -194,6 +195,32 @@ def simulate(schedule: Schedule, costs: Sequence[tuple[float, float]]) -> Simula
     return Simulation(makespan, 1 - work / (schedule.pp * makespan), tuple(peak), tuple(map(tuple, spans)))
 
 
+def _stage_costs(text: str) -> list[tuple[float, float]]:
+    """Forward and backward costs of "1:3,1:3,2:5"."""
+    costs = []
+    for pair in text.split(","):
+        try:
+            forward, backward = map(float, pair.split(":"))
+        except ValueError:
+            forward = backward = math.nan
+        if not (0 < forward < math.inf and 0 < backward < math.inf):
+            raise ValueError(f"--stage-costs {text}: {pair!r} is not two positive numbers, forward:backward")
+        costs.append((forward, backward))
+    return costs
+
+
+def _refuse_unused(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Raises ValueError for a flag that only counts with a model, or without one."""
+    with_model = ("num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout", "seq_length")
+    without = ("stage_costs", "num_virtual_stages_per_pipeline_rank")
+    for name in without if args.hf_config is not None else with_model:
+        if getattr(args, name) != parser.get_default(name):
+            verb = "needs" if args.hf_config is None else "does not go with"
+            raise ValueError(f"--{name.replace('_', '-')} {verb} --hf-config")
+    if args.seq_length < 1:
+        raise ValueError(f"--seq-length is {args.seq_length}; it must be at least 1")
+
+
 def main() -> None:
     """Prints idle share, peak live micro-batches and the timeline of one schedule."""
     from megatron_glm.config import ModelConfig, ParallelConfig  # here, because the layouts need the schedules
@@ -210,8 +237,10 @@ def main() -> None:
     parser.add_argument("--stage-costs", default="1:3", help="without a model: forward:backward of each stage, or one")
     parser.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, default=1, help="without a model")
     args = parser.parse_args()
-    pp, micro_batches = args.pipeline_model_parallel_size, args.micro_batches or args.pipeline_model_parallel_size
+    pp = args.pipeline_model_parallel_size
+    micro_batches = pp if args.micro_batches is None else args.micro_batches
     try:
+        _refuse_unused(parser, args)
         if args.hf_config is not None:
             model = ModelConfig.from_hf(args.hf_config)
             parallel = ParallelConfig(
@@ -220,12 +249,13 @@ def main() -> None:
                 pipeline_model_parallel_layout=args.pipeline_model_parallel_layout,
                 microbatch_group_size_per_vp_stage=args.microbatch_group_size_per_vp_stage,
             )
+            parallel.check(model, pp)
             layout = build_layout(parallel, model, args.seq_length, micro_batches)
             chunks, costs = layout.chunks, stage_costs(layout, model, args.seq_length)
             print("layers of each stage:", *(len(stage.layers) for stage in layout.stages))
         else:
             chunks = args.num_virtual_stages_per_pipeline_rank
-            costs = [tuple(map(float, pair.split(":"))) for pair in args.stage_costs.split(",")]
+            costs = _stage_costs(args.stage_costs)
             costs = costs * pp * chunks if len(costs) == 1 else costs
         schedule = build_schedule(pp, chunks, micro_batches, args.microbatch_group_size_per_vp_stage)
         result = simulate(schedule, costs)
