@@ -1,0 +1,221 @@
+# shellcheck shell=bash disable=SC2034  # the recipes use the variables
+# What the recipes have in common; each sources this file, sets its flags and calls `launch "$@"`.
+#
+# Environment: NNODES, GPUS_PER_NODE, MASTER_ADDR, CHECKPOINT, DATA_PATH, SAVE (their values are shown); SCALE=tiny for
+# the same layout in small on 8 CPU processes, with a random model and data made in TINY_FOLDER; PYTHON.
+# Flags of finetune_glm.py on the command line come last and win. --dry-run plans the run and starts nothing.
+# Ranks: torchrun on each node, or, where SLURM_PROCID is set, this process is one of srun's.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+recipe_name=$(basename "$0" .sh)
+tiny_folder=${TINY_FOLDER:-$PWD/tiny_output}
+settings=()
+args=()
+
+say() { if [ "${SLURM_PROCID:-0}" = 0 ]; then printf '%s\n' "$@"; fi; } # the first rank speaks
+
+case ${SCALE:=full} in
+  full)
+    if [ -n "${SLURM_PROCID:-}" ]; then # what srun started is what there is
+      NNODES=$SLURM_NNODES
+      GPUS_PER_NODE=$((SLURM_NTASKS / SLURM_NNODES))
+      MASTER_ADDR=${MASTER_ADDR:-the first node}
+    fi
+    ;;
+  tiny)
+    if [ -n "${SLURM_PROCID:-}" ]; then
+      echo "error: SCALE=tiny starts its own 8 processes: run it without srun" >&2
+      exit 2
+    fi
+    NNODES=1 GPUS_PER_NODE=8 MASTER_ADDR=localhost
+    CHECKPOINT=$tiny_folder/base SAVE=$tiny_folder/$recipe_name
+    DATA_PATH=$tiny_folder/train.jsonl VALID_DATA_PATH=$tiny_folder/valid.jsonl
+    ;;
+  *)
+    echo "error: SCALE is $SCALE; it is full or tiny" >&2
+    exit 2
+    ;;
+esac
+
+# setting NAME DEFAULT: an environment variable, to be printed.
+setting() {
+  local origin=""
+  if [ -z "${!1:-}" ]; then
+    printf -v "$1" %s "$2"
+    origin=" (default)"
+  fi
+  settings+=("  $1=${!1}$origin")
+}
+
+# given FLAG ARGUMENT…: whether the arguments hold the flag.
+given() {
+  local argument
+  for argument in "${@:2}"; do
+    if [ "${argument%%=*}" = "$1" ]; then return 0; fi
+  done
+  return 1
+}
+
+# values_of FLAG -> the array `values`: what finetune_glm.py will take, that is, the flag's last occurrence in `args`.
+values_of() {
+  local i reading=no
+  values=()
+  for ((i = 0; i < ${#args[@]}; i++)); do
+    case ${args[i]} in
+      "$1") reading=yes values=() ;;
+      "$1="*) reading=no values=("${args[i]#*=}") ;;
+      --*) reading=no ;;
+      *) if [ $reading = yes ]; then values+=("${args[i]}"); fi ;;
+    esac
+  done
+}
+
+# number_of FLAG -> stdout, 1 if the flag is absent.
+number_of() {
+  local values
+  values_of "$1"
+  echo "${values[0]:-1}"
+}
+
+# drop FLAG: takes the recipe's flag and its value out of `args`, because the command line has what excludes it.
+drop() {
+  local i kept=()
+  for ((i = 0; i < ${#args[@]}; i++)); do
+    if [ "${args[i]}" = "$1" ]; then i=$((i + 1)); else kept+=("${args[i]}"); fi
+  done
+  args=("${kept[@]}")
+}
+
+# The flags of the run -> `args`: the recipe, what SCALE=tiny changes, the command line.
+collect() {
+  local load=$CHECKPOINT
+  if [ -e "$SAVE/latest_checkpointed_iteration.txt" ] && [ "$SCALE" = full ]; then
+    say "SAVE holds a checkpoint: going on from there"
+    load=$SAVE
+  fi
+  args=("${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${DATA_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${TRAIN_ARGS[@]}"
+    --load "$load" --save "$SAVE")
+  if [ "$SCALE" = tiny ]; then
+    args+=(--hf-config glm5.2-tiny --attention-backend torch --pipeline-model-parallel-size 2
+      --num-layers-per-virtual-pipeline-stage 1 --expert-model-parallel-size 4 --expert-node-size 2 --train-iters 3
+      "${TINY_ARGS[@]}")
+  fi
+  if given --train-epochs "$@"; then drop --train-iters; fi
+  if given --pipeline-model-parallel-layout "$@"; then drop --num-layers-per-virtual-pipeline-stage; fi
+  if given --moe-token-dispatcher-type "$@"; then drop --expert-node-size; fi
+  args+=("$@")
+}
+
+# The checkpoint's files -> `problems`, with what to do.
+check_checkpoint() {
+  local values load iteration download="hf download $HF_MODEL --local-dir hf/${HF_MODEL#*/}"
+  values_of --load
+  load=${values[0]}
+  if [ ! -e "$load/latest_checkpointed_iteration.txt" ]; then
+    problems+=("$load holds no checkpoint. Set CHECKPOINT to a converted one, or download the model and convert it
+  ($HF_MODEL-FP8 is half the size and does too):
+    $download
+    python tools/convert_hf.py --from-hf hf/${HF_MODEL#*/} --save $load")
+    return
+  fi
+  values_of --tokenizer-model
+  printf -v iteration 'iter_%07d' "$((10#$(<"$load/latest_checkpointed_iteration.txt")))"
+  if [ ${#values[@]} = 0 ] && [ ! -e "$load/$iteration/hf/tokenizer.json" ]; then
+    problems+=("$load/$iteration/hf/tokenizer.json is missing. Download the tokenizer and name its folder:
+    $download tokenizer.json tokenizer_config.json chat_template.jinja
+    bash $0 --tokenizer-model hf/${HF_MODEL#*/}")
+  fi
+}
+
+# check_data FLAG SPLIT: files of a data flag -> `problems`, with what to do.
+check_data() {
+  local values path variable=${1#--}
+  variable=${variable^^}
+  values_of "$1"
+  for path in "${values[@]}"; do
+    if [ ! -e "$path" ] && ! compgen -G "$path" >/dev/null; then
+      problems+=("$1 $path: no such data. Set ${variable//-/_} to JSONL or Parquet files, or download
+  $HF_DATA:
+    pip install datasets && mkdir -p '$(dirname "$path")'
+    python -c \"import datasets; datasets.load_dataset('$HF_DATA', split='$2').to_json('$path')\"")
+    fi
+  done
+}
+
+# Whether --save can be written -> `problems`; the run would find out after loading the weights.
+check_save() {
+  local values folder
+  values_of --save
+  folder=${values[0]}
+  while [ ! -e "$folder" ]; do folder=$(dirname "$folder"); done
+  if [ ! -d "$folder" ] || [ ! -w "$folder" ]; then
+    problems+=("--save ${values[0]} cannot be written: $folder is no writable folder. Set SAVE to another one")
+  fi
+}
+
+# The number of GPUs against the layout -> `problems`.
+check_gpus() {
+  local world=$((NNODES * GPUS_PER_NODE)) tp cp pp ep gpus
+  tp=$(number_of --tensor-model-parallel-size) cp=$(number_of --context-parallel-size)
+  pp=$(number_of --pipeline-model-parallel-size) ep=$(number_of --expert-model-parallel-size)
+  if ((world % (tp * cp * pp) || world % (pp * ep))); then
+    problems+=("NNODES $NNODES x GPUS_PER_NODE $GPUS_PER_NODE = $world GPUs do not fit the layout: they must be a
+  multiple of TP x CP x PP = $tp x $cp x $pp = $((tp * cp * pp)) and of PP x EP = $pp x $ep = $((pp * ep))")
+  fi
+  if [ "$SCALE" = tiny ] || [ -n "${SLURM_PROCID:-}" ]; then return; fi
+  gpus=$({ nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l)
+  if ((gpus < GPUS_PER_NODE)); then
+    problems+=("this machine has $gpus GPUs, GPUS_PER_NODE is $GPUS_PER_NODE. SCALE=tiny and --dry-run need none")
+  fi
+  if ((NNODES > 1)) && [ "$MASTER_ADDR" = localhost ]; then
+    problems+=("NNODES is $NNODES: set MASTER_ADDR to the first node's name, the same on every node")
+  fi
+}
+
+# A random model of GLM-5.2's shape and a dataset, for SCALE=tiny; made once.
+make_tiny() {
+  rm -rf "${SAVE:?}"
+  if [ ! -e "$CHECKPOINT/latest_checkpointed_iteration.txt" ]; then
+    mkdir -p "$tiny_folder"
+    PYTHONPATH=$root "$python" "$root/examples/quickstart_data.py" --save "$tiny_folder"
+    PYTHONPATH=$root "$python" "$root/tools/convert_hf.py" --from-hf "$tiny_folder/hf" --save "$CHECKPOINT"
+  fi
+}
+
+launch() {
+  local problems=() python=${PYTHON:-python}
+  say "$recipe_name, SCALE=$SCALE:" "${settings[@]}"
+  collect "$@"
+  if [ -z "${SLURM_PROCID:-}" ]; then python=$(bash "$root/examples/setup.sh"); fi
+  if given --dry-run "$@"; then
+    unset SLURM_PROCID
+    WORLD_SIZE=$((NNODES * GPUS_PER_NODE)) LOCAL_WORLD_SIZE=$GPUS_PER_NODE \
+      exec "$python" "$root/finetune_glm.py" "${args[@]}"
+  fi
+
+  if [ "$SCALE" = tiny ]; then
+    make_tiny
+    export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1
+  fi
+  check_checkpoint
+  check_data --data-path "$HF_SPLIT"
+  check_data --valid-data-path validation
+  check_save
+  check_gpus
+  if [ ${#problems[@]} != 0 ]; then
+    if [ "${SLURM_PROCID:-0}" = 0 ]; then printf 'error: %s\n' "${problems[@]}" >&2; fi
+    exit 2
+  fi
+
+  say "  flags (later ones win): ${args[*]}"
+  if [ -n "${SLURM_PROCID:-}" ]; then
+    exec "$python" "$root/finetune_glm.py" "${args[@]}"
+  fi
+  local nodes=(--standalone)
+  if ((NNODES > 1)); then
+    nodes=(--nnodes "$NNODES" --rdzv-backend c10d --rdzv-id "$recipe_name"
+      --rdzv-endpoint "$MASTER_ADDR:${MASTER_PORT:-29500}")
+  fi
+  PATH=$PATH:$(dirname "$python")
+  exec torchrun "${nodes[@]}" --nproc-per-node "$GPUS_PER_NODE" "$root/finetune_glm.py" "${args[@]}"
+}

@@ -1,0 +1,252 @@
+"""The recipes of examples/ and their SLURM jobs, with stand-ins for torchrun, srun, scontrol and the interpreter."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_glm.arguments import build_parser, resolve
+from megatron_glm.config import RunConfig
+from megatron_glm.model_config import ModelConfig
+from megatron_glm.parallel.grid import check_layout
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# name: preset, nodes, sequence, CP, global batch, attention, packing, checkpoints every
+RECIPES = {
+    "glm5.2_32k_cp8": ("glm5.2", 64, 32768, 8, 64, "tilelang", "best-fit", None),
+    "glm5.2_4k_tilelang": ("glm5.2", 32, 4096, 1, 256, "tilelang", "best-fit", None),
+    "glm5.2_4k_cudnn": ("glm5.2", 32, 4096, 1, 256, "cudnn", "best-fit", None),
+    "glm5.2_hellaswag": ("glm5.2", 32, 160, 1, 512, "torch", "none", 1000),
+    "glm5.1_hellaswag": ("glm5.1", 32, 160, 1, 512, "torch", "none", 1000),
+    "glm5_hellaswag": ("glm5", 32, 160, 1, 512, "torch", "none", 1000),
+}
+
+STUBS = {
+    "torchrun": 'printf "%s\\n" "$@" >"$BOX/torchrun.args"',
+    "nvidia-smi": "for i in 0 1 2 3 4 5 6 7; do echo GPU $i; done",
+    # A rank, the planner or a step of SCALE=tiny's preparation, by the script that it is given
+    "python": """
+case $1 in
+  */quickstart_data.py) touch "$3/train.jsonl" "$3/valid.jsonl" ;;
+  */convert_hf.py) mkdir -p "$5/iter_0000000/hf" && touch "$5/iter_0000000/hf/tokenizer.json"
+    echo 0 >"$5/latest_checkpointed_iteration.txt" ;;
+  *) echo "world ${WORLD_SIZE:-} rank ${SLURM_PROCID:-} master ${MASTER_ADDR:-}"; printf '%s\\n' "$@"
+    exit "${RANK_CODE:-0}" ;;
+esac""",
+    "scontrol": 'if [ "$1" = show ]; then printf "node0\\nnode1\\n"; else echo "$@" >>"$BOX/scontrol.args"; fi',
+    # 2 nodes x 4 ranks; the highest exit code is srun's
+    "srun": """
+while [ "${1#--}" != "$1" ]; do case $1 in --output=*) output=${1#*=} ;; esac; shift; done
+export SLURM_NTASKS=8 SLURM_NNODES=2 code=0
+for rank in 0 1 2 3 4 5 6 7; do
+  SLURM_PROCID=$rank SLURM_LOCALID=$((rank % 4)) "$@" >>"${output//%t/$rank}" 2>&1 &
+done
+for job in $(jobs -p); do wait "$job" || { last=$?; code=$((last > code ? last : code)); }; done
+exit $code""",
+}
+
+
+@pytest.fixture
+def box(tmp_path) -> Path:
+    """A folder with the stand-ins in bin/, a checkpoint and data, as far as the scripts look at them."""
+    (tmp_path / "bin").mkdir()
+    for name, body in STUBS.items():
+        (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    checkpoint(tmp_path / "base", 0)
+    (tmp_path / "rows.jsonl").touch()
+    return tmp_path
+
+
+def checkpoint(folder: Path, iteration: int) -> None:
+    hf = folder / f"iter_{iteration:07d}" / "hf"
+    hf.mkdir(parents=True)
+    (hf / "tokenizer.json").touch()
+    (folder / "latest_checkpointed_iteration.txt").write_text(f"{iteration}\n")
+
+
+def bash(box: Path, script: str, *flags: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run a script of examples/ in an environment that holds no more than it needs."""
+    given = {
+        "PATH": f"{box / 'bin'}:{os.environ['PATH']}",
+        "BOX": str(box),
+        "PYTHON": str(box / "bin" / "python"),
+        "CHECKPOINT": str(box / "base"),
+        "DATA_PATH": str(box / "rows.jsonl"),
+        "VALID_DATA_PATH": str(box / "rows.jsonl"),
+        "SAVE": str(box / "save"),
+        "MASTER_ADDR": "node0",
+    }
+    command = ["bash", str(ROOT / "examples" / script), *flags]
+    return subprocess.run(command, env=given | environment, cwd=box, text=True, capture_output=True)
+
+
+def launched(box: Path, script: str, *flags: str, **environment: str) -> tuple[list[str], RunConfig]:
+    """torchrun's own arguments and the configuration of the ranks that it would have started."""
+    done = bash(box, script, *flags, **environment)
+    assert done.returncode == 0, done.stderr
+    arguments = (box / "torchrun.args").read_text().splitlines()
+    program = arguments.index(str(ROOT / "finetune_glm.py"))
+    return arguments[:program], resolve(build_parser().parse_args(arguments[program + 1 :]))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_has_the_published_settings(box, name):
+    preset, nodes, seq_length, cp, batch, attention, packing, save_interval = RECIPES[name]
+    torchrun, config = launched(box, f"{name}.sh")
+    assert torchrun[:2] == ["--nnodes", str(nodes)] and torchrun[-2:] == ["--nproc-per-node", "8"]
+    assert torchrun[torchrun.index("--rdzv-endpoint") + 1] == "node0:29500"
+
+    assert config.model == ModelConfig.from_hf(preset)
+    parallel, train, optimizer = config.parallel, config.train, config.optimizer
+    sizes = (parallel.tensor_model_parallel_size, parallel.context_parallel_size)
+    sizes += (parallel.pipeline_model_parallel_size, parallel.expert_model_parallel_size)
+    assert sizes == (1, cp, 4, 64)
+    assert parallel.num_layers_per_virtual_pipeline_stage == 2
+    assert (parallel.moe_token_dispatcher_type, parallel.expert_node_size) == ("hybrid", 8)
+    assert parallel.reshard_after_forward and parallel.reshard_experts_after_forward
+    assert parallel.recompute_granularity == "full"
+    assert config.kernels.attention_backend == attention
+    assert (train.micro_batch_size, train.global_batch_size, train.train_iters) == (1, batch, 100)
+    assert (train.seed, train.bf16) == (1234, True)
+    assert (config.data.seq_length, config.data.packing) == (seq_length, packing)
+    assert bool(config.data.valid_data_path) == (packing == "none")
+    assert config.checkpoint.save_interval == save_interval
+    assert (config.checkpoint.load, config.checkpoint.save) == (str(box / "base"), str(box / "save"))
+    assert (optimizer.lr, optimizer.lr_decay_style, optimizer.weight_decay) == (1e-5, "constant", 0)
+    assert (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps) == (0.9, 0.999, 1e-8)
+
+    for world_size in {nodes * 8, 256}:  # 256 GPUs serve every recipe
+        config.check(world_size)
+        micro_batches = config.micro_batches(parallel.data_parallel_size(world_size))
+        check_layout(parallel, config.model, world_size, seq_length, micro_batches)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_tiny_is_the_same_recipe_on_eight_ranks(box, name):
+    _, full = launched(box, f"{name}.sh")
+    torchrun, tiny = launched(box, f"{name}.sh", SCALE="tiny", TINY_FOLDER=str(box / "tiny"))
+    assert torchrun == ["--standalone", "--nproc-per-node", "8"]
+    assert tiny.model == ModelConfig.from_hf("glm5.2-tiny")
+    assert tiny.kernels.attention_backend == "torch"
+
+    def changed(section: str) -> set[str]:
+        ours, theirs = (dataclasses.asdict(getattr(config, section)) for config in (full, tiny))
+        return {key for key in ours if ours[key] != theirs[key]}
+
+    degrees = {"pipeline_model_parallel_size", "expert_model_parallel_size", "expert_node_size"}
+    degrees |= {"num_layers_per_virtual_pipeline_stage", "context_parallel_size"}
+    assert changed("parallel") <= degrees
+    assert changed("train") == {"global_batch_size", "train_iters"}
+    assert changed("data") <= {"seq_length", "data_path", "valid_data_path"}
+    assert changed("optimizer") == set()
+
+    parallel = tiny.parallel
+    assert (parallel.context_parallel_size > 1) == (full.parallel.context_parallel_size > 1)
+    micro_batches = tiny.micro_batches(parallel.data_parallel_size(8))
+    assert micro_batches == full.micro_batches(full.parallel.data_parallel_size(RECIPES[name][1] * 8))
+    tiny.check(8)
+    grid = check_layout(parallel, tiny.model, 8, tiny.data.seq_length, micro_batches)
+    assert grid.pp == 2 and grid.dp > 1 and grid.node == grid.inter == 2
+
+
+def test_flags_of_the_command_line_win(box):
+    layout = ("--pipeline-model-parallel-layout", "auto", "--moe-token-dispatcher-type", "alltoall")
+    _, config = launched(box, "glm5.2_32k_cp8.sh", "--seq-length", "8192", "--train-epochs", "2", *layout, "--lr=2e-5")
+    assert (config.data.seq_length, config.train.train_epochs, config.optimizer.lr) == (8192, 2, 2e-5)
+    assert config.train.train_iters is None  # what excludes a given flag is gone
+    config.check(512)
+
+
+def test_the_environment_says_where_and_on_what(box):
+    (box / "other.jsonl").touch()
+    torchrun, config = launched(
+        box, "glm5.2_4k_cudnn.sh", NNODES="64", GPUS_PER_NODE="4", DATA_PATH="other.jsonl", MASTER_PORT="1234"
+    )
+    assert torchrun[:2] == ["--nnodes", "64"] and "node0:1234" in torchrun and torchrun[-1] == "4"
+    assert config.parallel.expert_node_size == 4
+    assert config.data.data_path == ("other.jsonl",)
+
+
+def test_all_that_is_missing_is_named_with_what_to_do(box):
+    mistakes = {"CHECKPOINT": "none", "DATA_PATH": "rows", "SAVE": "rows.jsonl/save", "MASTER_ADDR": "localhost"}
+    done = bash(box, "glm5.2_hellaswag.sh", GPUS_PER_NODE="9", **mistakes)
+    assert done.returncode == 2 and not (box / "torchrun.args").exists()
+    assert "none holds no checkpoint" in done.stderr and "hf download zai-org/GLM-5.2 --local-dir" in done.stderr
+    assert "convert_hf.py --from-hf hf/GLM-5.2 --save none" in done.stderr
+    assert "--data-path rows: no such data. Set DATA_PATH" in done.stderr and "rowan/hellaswag" in done.stderr
+    assert "--valid-data-path" not in done.stderr
+    assert "--save rows.jsonl/save cannot be written: rows.jsonl is no writable folder" in done.stderr
+    assert "32 x GPUS_PER_NODE 9 = 288 GPUs do not fit the layout" in done.stderr
+    assert "PP x EP = 4 x 64 = 256" in done.stderr
+    assert "this machine has 8 GPUs, GPUS_PER_NODE is 9" in done.stderr
+    assert "set MASTER_ADDR to the first node's name" in done.stderr
+
+
+def test_a_checkpoint_without_tokenizer_needs_one_named(box):
+    (box / "base/iter_0000000/hf/tokenizer.json").unlink()
+    done = bash(box, "glm5_hellaswag.sh")
+    assert done.returncode == 2 and "hf/tokenizer.json is missing" in done.stderr
+    assert bash(box, "glm5_hellaswag.sh", "--tokenizer-model", "hf/GLM-5").returncode == 0
+
+
+def test_a_dry_run_is_one_process_that_needs_no_input(box):
+    done = bash(box, "glm5.2_32k_cp8.sh", "--dry-run", CHECKPOINT="none", DATA_PATH="none")
+    assert done.returncode == 0, done.stderr
+    assert "world 512 rank" in done.stdout and done.stdout.splitlines()[-1] == "--dry-run"
+    assert not (box / "torchrun.args").exists()
+
+
+SMALL = ("--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "4", "--context-parallel-size", "2")
+
+
+def job(box: Path, name: str, **environment: str) -> subprocess.CompletedProcess:
+    """The body of an sbatch file as SLURM would run it, on 2 nodes of 4 GPUs."""
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": name, "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_PROCID": "0"}
+    slurm |= {"SLURM_SUBMIT_DIR": str(ROOT), "LOGS": str(box / "logs"), "MASTER_ADDR": ""}
+    return bash(box, f"slurm/{name}.sbatch", *SMALL, **slurm, **environment)
+
+
+def test_a_slurm_job_runs_requeues_and_resumes(box):
+    done = job(box, "glm5.2_32k_cp8", RANK_CODE="75")
+    assert done.returncode == 75, done.stderr
+    assert (box / "scontrol.args").read_text() == "requeue 7\n"
+    logs = [(box / "logs" / f"rank-{rank}.log").read_text() for rank in range(8)]
+    for rank, text in enumerate(logs):
+        lines = text.splitlines()
+        assert f"world  rank {rank} master node0" in lines
+        assert lines[lines.index("--expert-node-size") + 1] == "4"  # a node's GPUs, from the step
+        assert lines[lines.index("--load") + 1] == str(box / "base")
+        assert lines[-len(SMALL) :] == list(SMALL)
+    assert "NNODES=2" in logs[0] and "NNODES" not in logs[1]  # the first rank speaks
+
+    checkpoint(box / "save", 40)
+    assert job(box, "glm5.2_32k_cp8").returncode == 0
+    assert (box / "scontrol.args").read_text() == "requeue 7\n"  # not once more
+    for rank, before in enumerate(logs):
+        text = (box / "logs" / f"rank-{rank}.log").read_text()
+        assert text.startswith(before)  # one log a rank, over all attempts
+        assert f"--load\n{box / 'save'}\n" in text[len(before) :]
+
+
+def test_a_failed_slurm_job_is_not_queued_again(box):
+    assert job(box, "glm5_hellaswag", RANK_CODE="1").returncode == 1
+    assert not (box / "scontrol.args").exists()
+    done = job(box, "glm5_hellaswag", DATA_PATH="none")
+    assert done.returncode == 2
+    logs = [(box / "logs" / f"rank-{rank}.log").read_text() for rank in range(8)]
+    assert logs[0].count("no such data") == 1 and "no such data" not in "".join(logs[1:])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_has_its_job(name):
+    lines = (ROOT / "examples/slurm" / f"{name}.sbatch").read_text().splitlines()
+    header = {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")}
+    wanted = {f"--nodes={RECIPES[name][1]}", "--ntasks-per-node=8", "--gpus-per-node=8", f"--job-name={name}"}
+    assert wanted | {"--requeue", "--signal=USR1@600", "--open-mode=append"} <= header
+    assert lines[-1] == f'run_recipe examples/{name}.sh "$@"'
