@@ -1,7 +1,11 @@
-"""Fine-tune a GLM-5 model on chats, prompts and completions, or ready token ids."""
+"""Fine-tune a GLM-5 model on chats, prompts and completions, or ready token ids.
+
+With --dry-run (and --nnodes, --nproc-per-node, --gpu-memory-gb) it prints what the run needs and whether it fits.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 from megatron_glm.arguments import parse
@@ -13,6 +17,7 @@ from megatron_glm.training.initialize import build_chunks, initialize, one_line_
 from megatron_glm.training.logging import log
 from megatron_glm.training.loop import batch_shape, train
 from megatron_glm.training.optimizer import build_optimizer
+from megatron_glm.training.plan_report import print_plan
 
 
 def packed(paths: Iterable[str], config: RunConfig) -> MicroBatches:
@@ -26,6 +31,9 @@ def packed(paths: Iterable[str], config: RunConfig) -> MicroBatches:
 
 
 def main() -> None:
+    if "--dry-run" in sys.argv[1:]:
+        print_plan(description=__doc__)
+        return
     ranks_from_slurm()
     config = parse(description=__doc__)
     groups = initialize(config)

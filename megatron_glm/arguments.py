@@ -93,6 +93,17 @@ def parse(arguments: Sequence[str] | None = None, description: str | None = None
     return config
 
 
+def add_plan_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of a dry run. `parse` does not know them, so that only a script which can plan accepts them."""
+    group = parser.add_argument_group("plan", "what the run needs and whether it fits, without running it")
+    group.add_argument("--dry-run", action="store_true", help="print the plan and exit; needs no GPU, weights or data")
+    group.add_argument("--nnodes", type=int, metavar="N", help="nodes of the planned run (default: 1)")
+    group.add_argument(
+        "--nproc-per-node", type=int, metavar="N", help="GPUs of a node (default: 8, or all ranks of WORLD_SIZE)"
+    )
+    group.add_argument("--gpu-memory-gb", type=float, metavar="X", help="memory of a GPU in GiB (default: 80)")
+
+
 def build_parser(description: str | None = None) -> Parser:
     """The parser of all sections; only flags that were given appear in its result."""
     parser = Parser(

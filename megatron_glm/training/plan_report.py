@@ -1,0 +1,206 @@
+"""A plan as text, from the flags of a run: `--dry-run` of the training scripts, and tools/plan.py."""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_glm.arguments import add_plan_flags, build_parser, resolve
+from megatron_glm.config import RunConfig
+from megatron_glm.flops import training_flops
+from megatron_glm.model.plan import attended_keys
+from megatron_glm.training.planning import GIB, Plan
+
+PLAN_FLAGS = ("dry_run", "nnodes", "nproc_per_node", "gpu_memory_gb")
+CUDA_BACKEND = "cudnn"  # what --attention-backend is on a GPU by default
+
+
+def print_plan(arguments: Sequence[str] | None = None, description: str | None = None) -> None:
+    """Prints the plan of these flags; a layout that cannot be ends with one line and exit code 2.
+
+    The number of ranks is --nnodes x --nproc-per-node, else WORLD_SIZE, else 1. That it does not fit is no error.
+    """
+    parser = build_parser(description)
+    add_plan_flags(parser)
+    flags = parser.parse_args(arguments)
+    try:
+        for name in PLAN_FLAGS[1:]:
+            if getattr(flags, name, 1) <= 0:
+                raise ValueError(f"--{name.replace('_', '-')} is {getattr(flags, name)}; it must be above 0")
+        ranks, per_node = _ranks(flags)
+        config, warnings = planned_config(flags)
+        memory = getattr(flags, "gpu_memory_gb", 80.0) * GIB
+        plan = Plan.create(config, ranks, per_node)
+        lines = list(report(plan, memory))
+    except ValueError as error:
+        parser.error(str(error))
+    print("\n".join([f"warning: {warning}" for warning in warnings] + lines))
+
+
+def _ranks(flags: argparse.Namespace) -> tuple[int, int]:
+    """(ranks in all, GPUs of a node)."""
+    given = vars(flags)
+    if "nnodes" in given or "nproc_per_node" in given:
+        per_node = given.get("nproc_per_node", 8)
+        return given.get("nnodes", 1) * per_node, per_node
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    return ranks, int(os.environ.get("LOCAL_WORLD_SIZE", min(ranks, 8)))
+
+
+def planned_config(flags: argparse.Namespace) -> tuple[RunConfig, list[str]]:
+    """The configuration of these flags on GPUs, with what a real run would miss filled in, and a warning for each."""
+    given, warnings = dict(vars(flags)), []
+    load = given.get("load")
+    if load is not None and not Path(load, "latest_checkpointed_iteration.txt").is_file() and "hf_config" in given:
+        warnings.append(f"--load {load}: the folder holds no checkpoint; convert one with tools/convert_hf.py")
+        del given["load"]
+    config = resolve(argparse.Namespace(**given))
+    config = replace(config, checkpoint=replace(config.checkpoint, load=load))
+    if "attention_backend" not in given and config.train.bf16:
+        config = replace(config, kernels=replace(config.kernels, attention_backend=CUDA_BACKEND))
+    data = config.data
+    if not data.data_path:
+        warnings.append("--data-path is not given")
+        config = replace(config, data=replace(data, data_path=("missing",)))
+    for flag, paths in (("--data-path", data.data_path), ("--valid-data-path", data.valid_data_path)):
+        warnings += [f"{flag} {path} does not exist" for path in paths if not glob.glob(path)]
+    if data.tokenizer_model is not None and not Path(data.tokenizer_model).exists():
+        warnings.append(f"--tokenizer-model {data.tokenizer_model} does not exist")
+    if data.tokenizer_model is None and config.hf_folder is None:
+        warnings.append("no tokenizer: give --tokenizer-model, or --load a converted checkpoint")
+    if not config.train.eval_only and config.train.train_iters is None and config.train.train_epochs is None:
+        warnings.append("neither --train-iters nor --train-epochs is given")
+        config = replace(config, train=replace(config.train, train_iters=config.optimizer.lr_warmup_iters + 1))
+    return config, warnings
+
+
+def report(plan: Plan, gpu_memory: float) -> Iterator[str]:
+    """All lines of a plan for GPUs of `gpu_memory` bytes."""
+    yield from _layout_lines(plan)
+    yield ""
+    yield from _memory_lines(plan)
+    yield ""
+    yield from _pipeline_lines(plan)
+    yield ""
+    yield from _work_lines(plan)
+    yield ""
+    yield from _traffic_lines(plan)
+    yield ""
+    yield from _verdict_lines(plan, gpu_memory)
+
+
+def _layout_lines(plan: Plan) -> Iterator[str]:
+    grid, parallel = plan.grid, plan.config.parallel
+    nodes = -(-plan.world_size // plan.gpus_per_node)
+    axes = " ".join(f"{name.upper()} {getattr(grid, name)}" for name in ("tp", "cp", "dp", "pp", "ep", "edp"))
+    yield f"layout: {plan.world_size} ranks on {nodes} nodes of {plan.gpus_per_node}: {axes}"
+    yield (
+        f"  {plan.layout.chunks} virtual stages a rank, {plan.schedule.micro_batches} micro-batches of "
+        f"{plan.shapes.pack} tokens a step, recompute {parallel.recompute_granularity}, grad sync "
+        f"{parallel.grad_sync}, attention {plan.config.kernels.attention_backend}"
+    )
+    yield "stages: layers (full indexers) and parameters, as tensor and expert parallelism leave them to a rank"
+    for rank in range(grid.pp):
+        stages = plan.layout.of_rank(rank)
+        layers = [layer for stage in stages for layer in stage.layers]
+        full = sum(plan.config.model.has_indexer(layer) for layer in layers)
+        mtp = any(stage.mtp for stage in stages) and plan.config.model.num_nextn_predict_layers > 0
+        ends = (any(stage.embedding for stage in stages), mtp, any(stage.head for stage in stages))
+        extra = [name for name, here in zip(("embedding", "MTP", "head"), ends, strict=True) if here]
+        units = plan.rank_units(rank)
+        dense, experts = (sum(u.elements for u in units if u.expert == kind) for kind in (False, True))
+        held = plan.held(grid.groups("pp")[0][rank]).parameters // 4
+        yield (
+            f"  pp rank {rank}: {len(layers)} layers ({full}){''.join(' + ' + name for name in extra)}, "
+            f"{dense / 1e9:.3f} B dense + {experts / 1e9:.3f} B in experts, {held / 1e9:.3f} B of them on each GPU"
+        )
+
+
+def _memory_lines(plan: Plan) -> Iterator[str]:
+    ranks = [plan.memory(rank) for rank in range(plan.grid.pp)]
+    yield "memory of a GPU at its peak, GiB (weights, moments and gradient shards exact, the rest estimated)"
+    yield f"  {'pp rank':<34}" + "".join(f"{rank:>8}" for rank in range(len(ranks)))
+    for kind in ranks[0]:
+        yield f"  {kind:<34}" + "".join(f"{rank[kind] / GIB:8.2f}" for rank in ranks)
+    yield f"  {'sum':<34}" + "".join(f"{sum(rank.values()) / GIB:8.2f}" for rank in ranks)
+
+
+def _pipeline_lines(plan: Plan) -> Iterator[str]:
+    work, simulation = plan.rank_work, plan.simulation
+    longest = max(range(len(work)), key=lambda rank: work[rank])
+    yield f"pipeline: idle {simulation.idle:.1%}, digits forward, letters backward of each virtual stage, dots idle"
+    yield simulation.timeline(100)
+    yield (
+        f"  longest pole: pp rank {longest} with {work[longest] / (sum(work) / len(work)):.3f} of the mean work; "
+        f"peak live micro-batches {' '.join(map(str, simulation.peak_live))}"
+    )
+
+
+def _work_lines(plan: Plan) -> Iterator[str]:
+    config, cp = plan.config, plan.grid.cp
+    length, packs = config.data.seq_length, config.train.global_batch_size
+    flops = packs * training_flops(config.model, [length])
+    yield (
+        f"work: {packs * length:,} tokens and {flops / 1e15:,.1f} PFLOP a step (recomputation not counted), "
+        f"{flops / plan.world_size / 1e12:,.1f} TFLOP a GPU, if each document fills its pack"
+    )
+    keys = attended_keys((length,) * config.train.micro_batch_size, plan.shapes.pack, config.model.index_topk, cp)
+    attended, causal = zip(*keys, strict=True)
+    if cp > 1:
+        yield (
+            f"  context parallel balance (mean over largest): attention {_balance(attended):.3f}, "
+            f"indexer {_balance(causal):.3f} over {cp} ranks"
+        )
+
+
+def _balance(work: Iterable[int]) -> float:
+    """Mean over the largest: 1.0 where all ranks have the same work."""
+    values = list(work)
+    return sum(values) / len(values) / max(values) if max(values) else 1.0
+
+
+def _traffic_lines(plan: Plan) -> Iterator[str]:
+    yield "communication: GiB that the busiest rank sends in a step, by the share of its peers in its node"
+    yield f"  {'axis':<10}{'what':<30}{'in node':>12}{'between':>12}"
+    for axis, what, inside, between in plan.traffic():
+        yield f"  {axis:<10}{what:<30}{inside / GIB:12.2f}{between / GIB:12.2f}"
+
+
+def _verdict_lines(plan: Plan, gpu_memory: float) -> Iterator[str]:
+    peak = plan.peak()
+    sizes = f"{peak / GIB:.1f} GiB at the peak of the fullest rank, {gpu_memory / GIB:.1f} GiB a GPU"
+    if peak <= gpu_memory:
+        yield f"verdict: fits ({sizes})"
+        return
+    yield f"verdict: does not fit ({sizes}); what changes it:"
+    for text, other in _alternatives(plan):
+        reached = other.peak()
+        yield f"  {text}: {reached / GIB:.1f} GiB{', fits' if reached <= gpu_memory else ''}"
+
+
+def _alternatives(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """Plans with one change each that need less memory."""
+    config, world, node = plan.config, plan.world_size, plan.gpus_per_node
+    parallel, peak = config.parallel, plan.peak()
+    cp, ep, pp = (parallel.context_parallel_size, parallel.expert_model_parallel_size, plan.grid.pp)
+    changes = [
+        ("--recompute-granularity full", {"recompute_granularity": "full"}, world),
+        ("--grad-sync every (more traffic)", {"grad_sync": "every"}, world),
+        ("--reshard-after-forward true", {"reshard_after_forward": True}, world),
+        ("--reshard-experts-after-forward true", {"reshard_experts_after_forward": True}, world),
+        (f"--context-parallel-size {2 * cp}", {"context_parallel_size": 2 * cp}, world),
+        (f"--expert-model-parallel-size {2 * ep}", {"expert_model_parallel_size": 2 * ep}, world),
+        (f"--pipeline-model-parallel-size {2 * pp}", {"pipeline_model_parallel_size": 2 * pp}, world),
+        (f"twice the ranks ({2 * world})", {}, 2 * world),
+    ]
+    for text, change, ranks in changes:
+        try:
+            other = Plan.create(replace(config, parallel=replace(parallel, **change)), ranks, node)
+        except ValueError:
+            continue  # a layout that cannot be is no advice
+        if other.peak() < peak:
+            yield text, other

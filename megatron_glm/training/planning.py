@@ -1,0 +1,396 @@
+"""What a run needs, from its configuration alone: bytes, work and traffic of each pipeline rank. No device, no process.
+
+Parameter, gradient and moment bytes are those of the real modules, built on the meta device with stand-ins for the
+process groups, cut as FSDP2 cuts them: exact. Activations and buffers are estimates from shapes; each function has its
+formula. Every document is taken to fill its pack, which attends the most. All amounts are bytes, unless said.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import nn
+
+from megatron_glm.config import KernelConfig, ModelConfig, ParallelConfig, RunConfig
+from megatron_glm.model.glm import GLMChunk
+from megatron_glm.parallel.grid import GROUP_AXES, Grid, check_layout
+from megatron_glm.parallel.groups import ParallelGroups
+from megatron_glm.parallel.pipeline.layout import PipelineLayout, Stage, build_layout, stage_costs
+from megatron_glm.parallel.pipeline.schedule import Schedule, Simulation, build_schedule, simulate
+
+FP32 = 4
+GIB = 2**30
+RESERVE = 5 * GIB  # an assumption: CUDA context and libraries, NCCL's channels of about ten groups, fragmentation
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A process group of which only the size matters; this rank is its first."""
+
+    ranks: int
+
+    def size(self) -> int:
+        return self.ranks
+
+    def rank(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that FSDP gathers together: shapes after the tensor and expert cut, before FSDP's.
+
+    runs: False in an MTP layer, which is held and never gathered.
+    """
+
+    expert: bool
+    runs: bool
+    trained: tuple[tuple[int, ...], ...]
+    frozen: tuple[tuple[int, ...], ...]
+
+    @property
+    def trained_elements(self) -> int:
+        return sum(map(math.prod, self.trained))
+
+    @property
+    def elements(self) -> int:
+        return self.trained_elements + sum(map(math.prod, self.frozen))
+
+    def shard(self, index: int, size: int) -> tuple[int, int]:
+        """(trained, frozen) elements that rank `index` of `size` holds: chunks of ceil(rows / size) along dim 0."""
+        return tuple(sum(_shard(shape, index, size) for shape in shapes) for shapes in (self.trained, self.frozen))
+
+
+def _shard(shape: tuple[int, ...], index: int, size: int) -> int:
+    rows = -(-shape[0] // size)
+    return max(0, min(rows, shape[0] - index * rows)) * math.prod(shape[1:])
+
+
+@cache
+def stage_units(
+    model: ModelConfig, parallel: ParallelConfig, kernels: KernelConfig, grid: Grid, stage: Stage
+) -> tuple[Unit, ...]:
+    """The FSDP units of one virtual stage, the root unit (embedding, last norm, head) first; see `fsdp.shard_chunk`."""
+    sizes = {name: math.prod(getattr(grid, axis) for axis in axes) for name, (_, axes) in GROUP_AXES.items()}
+    axes = {name: Axis(size) for name, size in sizes.items()}
+    world = Axis(grid.pp * grid.dp * grid.cp * grid.tp)
+    groups = ParallelGroups(world, world, world, pp_forward=None, pp_backward=None, **axes)
+    where = {"embedding": stage.embedding, "head": stage.head, "mtp": stage.mtp}
+    with torch.device("meta"):
+        chunk = GLMChunk(model, stage.layers, groups, parallel, kernels, **where)
+    units, taken = [], set()
+    for name, layer in chunk.layers.items():
+        runs = int(name) < model.num_hidden_layers
+        if hasattr(layer.mlp, "experts"):
+            units.append(_unit(layer.mlp.experts, taken, True, runs))
+        units.append(_unit(layer, taken, False, runs))
+    return (_unit(chunk, taken, False, True), *units)
+
+
+def _unit(module: nn.Module, taken: set[nn.Parameter], expert: bool, runs: bool) -> Unit:
+    """The parameters of a module that no unit inside it has taken."""
+    mine = [parameter for parameter in module.parameters() if parameter not in taken]
+    taken.update(mine)
+    shapes = {kind: tuple(tuple(p.shape) for p in mine if p.requires_grad == kind) for kind in (True, False)}
+    return Unit(expert, runs, shapes[True], shapes[False])
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that one rank holds between steps and at a step's end: exact."""
+
+    parameters: int
+    gradients: int
+    moments: int
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Sizes of one micro-batch on one rank. b: bytes of an element in the forward."""
+
+    pack: int  # T
+    tokens: int  # t = T / CP
+    shard: int  # s = t / TP
+    dense: int  # local rows that run as dense attention
+    slots: int  # K, width of a selection
+    tp: int
+    b: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of one run on `world_size` ranks; all of it follows from these fields."""
+
+    config: RunConfig
+    world_size: int
+    gpus_per_node: int
+    grid: Grid
+    layout: PipelineLayout
+    schedule: Schedule
+    simulation: Simulation
+    rank_work: tuple[float, ...]  # forward and backward FLOPs per token of each pipeline rank's stages, one micro-batch
+
+    @classmethod
+    def create(cls, config: RunConfig, world_size: int, gpus_per_node: int) -> Plan:
+        """Raises ValueError, in the words of a real run, if these ranks cannot run this configuration."""
+        config.check(world_size)
+        parallel, model, length = config.parallel, config.model, config.data.seq_length
+        count = config.micro_batches(parallel.data_parallel_size(world_size))
+        grid = check_layout(parallel, model, world_size, length, count)
+        layout = build_layout(parallel, model, length, count)
+        schedule = build_schedule(grid.pp, layout.chunks, count, parallel.microbatch_group_size_per_vp_stage)
+        costs = stage_costs(layout, model, length)
+        if parallel.recompute_granularity == "none":
+            costs = [(forward, 2 * forward) for forward, _ in costs]
+        work = tuple(sum(map(sum, costs[rank :: grid.pp])) for rank in range(grid.pp))
+        return cls(config, world_size, gpus_per_node, grid, layout, schedule, simulate(schedule, costs), work)
+
+    @property
+    def shapes(self) -> Shapes:
+        config, grid = self.config, self.grid
+        length, topk = config.data.seq_length, config.model.index_topk
+        pack = config.train.micro_batch_size * length
+        tokens = pack // grid.cp
+        dense = 0 if config.dense_rows == "off" else tokens * min(length, topk) // length
+        return Shapes(pack, tokens, tokens // grid.tp, dense, min(topk, pack), grid.tp, 2 if config.train.bf16 else 4)
+
+    def units(self, stage: Stage) -> tuple[Unit, ...]:
+        return stage_units(self.config.model, self.config.parallel, self.config.kernels, self.grid, stage)
+
+    def rank_units(self, pp_rank: int) -> list[Unit]:
+        return [unit for stage in self.layout.of_rank(pp_rank) for unit in self.units(stage)]
+
+    def held(self, rank: int) -> Held:
+        """What global rank `rank` holds of parameters (fp32 masters), gradients and AdamW's two moments (fp32)."""
+        grid = self.grid
+        place = {n: next(g.index(rank) for g in grid.groups(n) if rank in g) for n in ("pp", "dp_cp", "edp")}
+        trained = frozen = 0
+        for unit in self.rank_units(place["pp"]):
+            index, size = (place["edp"], grid.edp) if unit.expert else (place["dp_cp"], grid.dp * grid.cp)
+            more, still = unit.shard(index, size)
+            trained, frozen = trained + more, frozen + still
+        return Held(FP32 * (trained + frozen), FP32 * trained, 2 * FP32 * trained)
+
+    def memory(self, pp_rank: int) -> dict[str, int]:
+        """Bytes by kind at the peak of the fullest rank of a pipeline rank: the sum of each kind's own peak.
+
+        Gradients are at their largest either after the reduction (shards) or, with --grad-sync last and several
+        micro-batches, before it: FSDP then accumulates the unsharded fp32 gradients of the whole rank.
+        """
+        s, parallel, model = self.shapes, self.config.parallel, self.config.model
+        held = self.held(self.grid.groups("pp")[0][pp_rank])
+        running = [unit for unit in self.rank_units(pp_rank) if unit.runs]
+        accumulated = 0
+        if parallel.grad_sync == "last" and self.schedule.micro_batches > 1:
+            accumulated = FP32 * sum(unit.trained_elements for unit in running)
+        largest = max(unit.trained_elements for unit in running)
+        sent = 0
+        if self.grid.ep > 1 and any(unit.expert for unit in running):
+            sent = round(2 * s.shard * distinct_owners(model, self.grid.ep) * model.hidden_size * s.b)
+        crossing = 4 * s.shard * model.hidden_size * s.b if self.grid.pp > 1 else 0
+        head = any(stage.head for stage in self.layout.of_rank(pp_rank))
+        return {
+            "fp32 master weights": held.parameters,
+            "AdamW moments": held.moments,
+            "gradients (shards)": held.gradients,
+            "gradients before reduction": max(0, accumulated - held.gradients),
+            "gathered weights": self._gathered(pp_rank),
+            "activations": self._kept(pp_rank),
+            "working set of a layer": self._working_set(pp_rank) + largest * s.b,
+            "logits chunk and head": head_bytes(self.config, s) if head else 0,
+            "communication buffers": largest * FP32 + sent + crossing,
+            "reserve (CUDA, NCCL, fragments)": RESERVE,
+        }
+
+    def peak(self) -> int:
+        return max(sum(self.memory(rank).values()) for rank in range(self.grid.pp))
+
+    def _gathered(self, pp_rank: int) -> int:
+        """Forward weights: a chunk's root unit, and the layer at work with the next one; all that are kept gathered."""
+        parallel, b, kept, largest = self.config.parallel, self.shapes.b, 0, 0
+        for stage in self.layout.of_rank(pp_rank):
+            root, *units = (unit for unit in self.units(stage) if unit.runs)
+            sizes = {True: [u.elements for u in units if u.expert], False: [u.elements for u in units if not u.expert]}
+            passing = root.elements
+            keep = {True: not parallel.reshard_experts_after_forward, False: not parallel.reshard_after_forward}
+            for expert, elements in sizes.items():
+                if keep[expert]:
+                    kept += sum(elements)
+                else:
+                    passing += 2 * max(elements, default=0)
+            largest = max(largest, passing)
+        return b * (kept + largest)
+
+    def _kept(self, pp_rank: int) -> int:
+        """Most bytes of activations between forwards and backwards, action by action through the schedule."""
+        granularity, model, s = self.config.parallel.recompute_granularity, self.config.model, self.shapes
+        stages = self.layout.of_rank(pp_rank)
+        sizes = [sum(layer_kept(model, layer, s, granularity) for layer in stage.layers) for stage in stages]
+        for chunk, stage in enumerate(stages):
+            if stage.needs_topk(model):
+                sizes[chunk] += s.tokens * s.slots * 4  # the selection that came with the hidden states
+        live = peak = 0
+        for kind, chunk, _ in self.schedule.actions[pp_rank]:
+            live += sizes[chunk] if kind == "F" else -sizes[chunk]
+            peak = max(peak, live)
+        return peak
+
+    def _working_set(self, pp_rank: int) -> int:
+        """One layer's activations where they are recomputed, and the gradients that its backward holds at a time."""
+        model, s = self.config.model, self.shapes
+        again = self.config.parallel.recompute_granularity != "none"
+        layers = [layer for stage in self.layout.of_rank(pp_rank) for layer in stage.layers]
+        return max(
+            (again * sum(layer_activations(model, layer, s).values()) + layer_gradients(model, s) for layer in layers),
+            default=0,
+        )
+
+    def traffic(self) -> list[tuple[str, str, float, float]]:
+        """(axis, what, bytes inside a node, bytes between nodes) that a rank sends in a step, the busiest rank's."""
+        by_rank = [self._rank_traffic(rank) for rank in range(self.grid.pp)]
+        rows = []
+        for axis, what in dict.fromkeys(key for rank in by_rank for key in rank):
+            total = max(rank[axis, what] for rank in by_rank)
+            inside = self._inside(axis)
+            rows.append((axis, what, total * inside, total * (1 - inside)))
+        return rows
+
+    def _inside(self, axis: str) -> float:
+        """Share of a rank's peers in the group `axis` that are in its node."""
+        ranks = self.grid.groups(axis)[0]
+        near = sum(rank // self.gpus_per_node == ranks[0] // self.gpus_per_node for rank in ranks)
+        return (near - 1) / (len(ranks) - 1)
+
+    def _rank_traffic(self, pp_rank: int) -> Counter:
+        """Bytes by (axis, what): ring all-gathers and reduce-scatters move (n - 1) / n of the whole.
+
+        A backward repeats its forward's traffic the other way, and recomputation the forward's; index keys and
+        selections, which have no gradient, are counted with the rest.
+        """
+        grid, model, s, found = self.grid, self.config.model, self.shapes, Counter()
+        parallel, count = self.config.parallel, self.schedule.micro_batches
+        passes = count * (2 if parallel.recompute_granularity == "none" else 3)
+        for unit in self.rank_units(pp_rank):
+            axis, size = ("edp", grid.edp) if unit.expert else ("dp_cp", grid.dp * grid.cp)
+            if size > 1 and unit.runs:
+                reshard = parallel.reshard_experts_after_forward if unit.expert else parallel.reshard_after_forward
+                reductions = 1 if parallel.grad_sync == "last" else count
+                share = (size - 1) / size
+                found[axis, "gathered weights"] += share * unit.elements * s.b * count * (1 + reshard)
+                found[axis, "reduced gradients"] += share * unit.trained_elements * FP32 * reductions
+        for stage in self.layout.of_rank(pp_rank):
+            for layer in stage.layers:
+                found.update({key: passes * value for key, value in self._layer_traffic(layer).items()})
+            if grid.pp > 1:
+                ends = (not stage.head) + (not stage.embedding)  # outputs forward, gradients of inputs back
+                selection = s.shard * s.slots * 4 * stage.needs_topk(model)
+                message = s.shard * model.hidden_size * s.b
+                found["pp", "hidden states, selections"] += count * (ends * message + selection)
+        return found
+
+    def _layer_traffic(self, layer: int) -> dict[tuple[str, str], float]:
+        """Bytes of one forward of one layer over the groups tp, tp_cp and ep."""
+        grid, model, s, found = self.grid, self.config.model, self.shapes, {}
+        both = grid.tp * grid.cp
+        if both > 1:
+            index_key = model.index_head_dim if model.has_indexer(layer) else 0
+            row = (model.kv_lora_rank + model.qk_rope_head_dim + index_key) * s.b
+            found["tp_cp", "latents, index keys"] = (both - 1) / both * s.pack * row
+        if grid.tp > 1:  # q_a gathered; attention scattered; MLP gathered and scattered; selections gathered
+            row = (model.q_lora_rank + 3 * model.hidden_size) * s.b + 4 * s.slots * model.has_indexer(layer)
+            found["tp", "sequence shards"] = (grid.tp - 1) / grid.tp * s.tokens * row
+        if grid.ep > 1 and model.is_moe(layer):
+            there = model.hidden_size * s.b + 8 * model.num_experts_per_tok
+            tokens = s.shard * distinct_owners(model, grid.ep) * (grid.ep - 1) / grid.ep
+            if self.config.parallel.moe_token_dispatcher_type == "allgather":
+                tokens = s.shard * (grid.ep - 1)
+            found["ep", "tokens to experts and back"] = tokens * (there + model.hidden_size * s.b)
+            if self.config.parallel.moe_token_dispatcher_type == "hybrid":
+                del found["ep", "tokens to experts and back"]
+                for axis, size in (("ep_inter", grid.inter), ("ep_node", grid.node)):
+                    owners = distinct_owners(model, grid.inter if axis == "ep_inter" else grid.ep)
+                    if size > 1:
+                        moved = s.shard * owners * (size - 1) / size
+                        found[axis, "tokens to experts and back"] = moved * (there + model.hidden_size * s.b)
+        return found
+
+
+def distinct_owners(model: ModelConfig, owners: int) -> float:
+    """Mean number of the `owners` equal parts of the experts that a token's choice touches, if routing is uniform."""
+    experts, chosen = model.n_routed_experts, model.num_experts_per_tok
+    return owners * (1 - math.comb(experts - experts // owners, chosen) / math.comb(experts, chosen))
+
+
+def layer_activations(model: ModelConfig, layer: int, s: Shapes) -> dict[str, int]:
+    """Bytes that autograd keeps of one layer without recomputation, by part.
+
+    A norm of width n keeps its fp32 input, the normalised and the scaled rows: n (4 + 2 b). Attention keeps the latents
+    of query and key, the keys of the whole pack T (C + R) b, and for each head the query; sparse rows also the absorbed
+    query (C + R) b, the latent output C b and lse; dense rows query, key, value and output. MoE: the router's fp32 rows
+    and scores, and for each of the K s rows of the experts input, gate and up, product and output. Routing is taken to
+    be balanced.
+    """
+    d, b, heads = model.hidden_size, s.b, model.num_attention_heads // s.tp
+    latent, rope, value, qk = model.kv_lora_rank, model.qk_rope_head_dim, model.v_head_dim, model.qk_head_dim
+    sparse = s.tokens - s.dense
+    gathered = s.tokens * b if s.tp > 1 else 0
+    attention = s.shard * (model.q_lora_rank + latent) * (4 + 2 * b) + gathered * model.q_lora_rank
+    attention += s.pack * (latent + rope) * b + s.tokens * heads * (qk + value) * b
+    attention += sparse * heads * (model.qk_nope_head_dim + latent + rope) * b + sparse * s.slots * 4
+    attention += s.dense * heads * (2 * qk + value) * b
+    if model.has_indexer(layer):
+        attention += (s.shard + s.tokens) * s.slots * 4
+    parts = {"norms": 2 * s.shard * d * (4 + 2 * b), "attention": attention, "attention output": _outputs(model, s)}
+    if not model.is_moe(layer):
+        return parts | {"mlp": 4 * s.tokens * model.intermediate_size // s.tp * b + gathered * d}
+    width = model.moe_intermediate_size
+    router = s.shard * (4 * d + 12 * model.n_routed_experts)
+    experts = s.shard * model.num_experts_per_tok * (2 * d + 3 * width) * b
+    return parts | {"mlp": router + experts + 4 * s.tokens * model.n_shared_experts * width // s.tp * b + gathered * d}
+
+
+def _outputs(model: ModelConfig, s: Shapes) -> int:
+    """Outputs and lse of the attention kernels: the latent output in sparse rows, the value's width in dense ones."""
+    sparse, dense = s.tokens - s.dense, s.dense
+    rows = sparse * (model.kv_lora_rank * s.b + 4) + dense * (model.v_head_dim * s.b + 4)
+    return model.num_attention_heads // s.tp * rows
+
+
+def layer_kept(model: ModelConfig, layer: int, s: Shapes, granularity: str) -> int:
+    """Bytes of a layer between its forward and its backward.
+
+    full: its input s D b, the selection of a full layer twice (as the op returned it and as the layers pass it on) and
+    the expert ids; selective: the outputs of the attention kernels too; none: everything.
+    """
+    parts = layer_activations(model, layer, s)
+    if granularity == "none":
+        return sum(parts.values())
+    kept = s.shard * model.hidden_size * s.b
+    if model.has_indexer(layer):
+        kept += (s.shard + s.tokens) * s.slots * 4
+    if model.is_moe(layer):
+        kept += s.shard * model.num_experts_per_tok * 8
+    return kept + (parts["attention output"] if granularity == "selective" else 0)
+
+
+def layer_gradients(model: ModelConfig, s: Shapes) -> int:
+    """Most bytes of gradients inside a layer's backward.
+
+    Either the absorbed queries' and their outputs' with the fp32 keys', or those of the experts' rows.
+    """
+    width = model.kv_lora_rank + model.qk_rope_head_dim
+    attention = 2 * s.tokens * (model.num_attention_heads // s.tp) * width * s.b + s.pack * width * 4
+    rows = s.shard * model.num_experts_per_tok
+    return max(attention, rows * (model.hidden_size + 3 * model.moe_intermediate_size) * s.b)
+
+
+def head_bytes(config: RunConfig, s: Shapes) -> int:
+    """Logits of one chunk in fp32 and the forward's type, the head's gradient in fp32 twice (kept from the forward, and
+    its scaled copy in the backward), and the gathered hidden states with their gradient."""
+    model, rows = config.model, min(config.kernels.loss_chunk_size, s.tokens)
+    vocab = -(-model.vocab_size // s.tp)
+    return rows * vocab * (4 + s.b) + vocab * model.hidden_size * 8 + 2 * s.tokens * model.hidden_size * s.b

@@ -1,0 +1,226 @@
+"""The planner against what ranks really hold, against the published sizes, and as a user meets it."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_glm.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_glm.model.plan import AttentionPlan
+from megatron_glm.training.plan_report import print_plan
+from megatron_glm.training.planning import GIB, Plan, distinct_owners, layer_activations, layer_kept
+from tests import distributed
+from tests.parity.layouts import Recorder, pack, parity_model, run_config
+from tests.reference import single_chunk
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def layout(tp=1, cp=1, ep=1, pp=1, **changes) -> ParallelConfig:
+    return ParallelConfig(
+        tensor_model_parallel_size=tp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        pipeline_model_parallel_size=pp,
+        sequence_parallel=tp > 1,
+        **changes,
+    )
+
+
+# Of the parity grid: every axis, shards of unequal size (98 rows of vocabulary over 4 ranks), interleaving, two hops.
+LAYOUTS = {
+    "tp4": layout(tp=4),
+    "tp2 ep4": layout(tp=2, ep=4),
+    "cp2 pp2 vp2": layout(cp=2, pp=2, num_layers_per_virtual_pipeline_stage=1),
+    "ep2 pp2": layout(ep=2, pp=2, recompute_granularity="full"),
+    "ep4 hybrid": layout(ep=4, moe_token_dispatcher_type="hybrid", expert_node_size=2),
+}
+
+
+def configs() -> dict[str, RunConfig]:
+    return {name: run_config(parity_model(4), parallel, 4, seed=1) for name, parallel in LAYOUTS.items()}
+
+
+def really_held(cases: dict[str, RunConfig]) -> dict[str, tuple[int, int, int]]:
+    """Bytes of parameters, gradients and moments of this rank in a training step of each case."""
+    import torch.distributed as dist
+
+    from megatron_glm.parallel.fsdp import local
+    from megatron_glm.parallel.groups import ParallelGroups
+    from megatron_glm.training.initialize import build_chunks
+    from megatron_glm.training.optimizer import build_optimizer
+    from megatron_glm.training.step import train_step
+
+    def size(tensors) -> int:
+        return sum(local(tensor).nbytes for tensor in tensors)
+
+    found = {}
+    for name, config in cases.items():
+        groups = ParallelGroups.create(config.parallel)
+        chunks = build_chunks(config, groups)
+        parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        gradients = []
+        optimizer = build_optimizer(chunks, config.optimizer)
+        recorder = Recorder(
+            optimizer, lambda p=parameters, g=gradients: g.append(size(x.grad for x in p if x.grad is not None))
+        )
+        mine = range(groups.dp.rank(), config.train.global_batch_size, groups.dp.size())
+        batches = [pack(config.model, 1, 0, index) for index in mine]
+        train_step(chunks, batches, recorder, groups, config, 1e-3)
+        moments = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+        found[name] = size(parameters), gradients[0], size(moments)
+        distributed.close_groups(groups)
+    assert dist.get_world_size() == 4
+    return found
+
+
+def test_weights_gradients_and_moments_are_exact():
+    cases = configs()
+    ranks = distributed.run(4, really_held, cases)
+    for name, config in cases.items():
+        plan = Plan.create(config, 4, 4)
+        planned = [plan.held(rank) for rank in range(4)]
+        assert [(h.parameters, h.gradients, h.moments) for h in planned] == [rank[name] for rank in ranks], name
+
+
+def recipe(nodes: int, **changes) -> Plan:
+    parallel = layout(cp=8, pp=4, ep=64, num_layers_per_virtual_pipeline_stage=2, recompute_granularity="full")
+    config = RunConfig(model=ModelConfig.from_hf("glm5.2"), parallel=replace(parallel, **changes))
+    train = replace(config.train, bf16=True, global_batch_size=64, train_iters=100)
+    data = replace(config.data, data_path=("none",), seq_length=32768)
+    kernels = replace(config.kernels, attention_backend="tilelang")
+    return Plan.create(replace(config, train=train, data=data, kernels=kernels), 8 * nodes, 8)
+
+
+def test_all_ranks_together_hold_the_released_model():
+    plan = recipe(64)
+    held = [plan.held(rank) for rank in range(512)]
+    assert sum(rank.parameters for rank in held) == 4 * (743_377_000_704 + 9_952_920_320)
+    frozen = (9_952_920_320 + 21 * 9_371_904) * 4  # the MTP layer, its indexer included, and the indexers
+    assert sum(rank.gradients for rank in held) == 4 * (743_377_000_704 + 9_952_920_320) - frozen
+    for pp_rank, ranks in enumerate(plan.grid.groups("tp_cp_dp")):
+        assert plan.memory(pp_rank)["fp32 master weights"] == max(held[rank].parameters for rank in ranks)
+
+
+def test_the_32k_recipe_needs_512_gpus_of_80_gb_as_published():
+    assert recipe(32).peak() > 80 * GIB
+    assert recipe(64).peak() < 80 * GIB
+
+
+def test_each_setting_moves_its_kind_of_memory():
+    full, kinds = recipe(64), recipe(64).memory(1)
+    every = recipe(64, grad_sync="every").memory(1)
+    assert every["gradients before reduction"] == 0 < kinds["gradients before reduction"]
+    selective = recipe(64, recompute_granularity="selective").memory(1)["activations"]
+    nothing = recipe(64, recompute_granularity="none").memory(1)["activations"]
+    assert kinds["activations"] < selective < nothing
+    kept = recipe(64, reshard_after_forward=False).memory(1)["gathered weights"]
+    dense = [unit.elements for unit in full.rank_units(1) if not unit.expert]
+    assert kept >= 2 * sum(dense) > kinds["gathered weights"]
+    traffic = {(axis, what): inside + between for axis, what, inside, between in full.traffic()}
+    assert ("tp", "sequence shards") not in traffic
+    stages = 9 * 2 - 1  # inner ranks send 9 outputs and 9 input gradients; the first and last one fewer
+    assert traffic["pp", "hidden states, selections"] >= 4 * stages * 4096 * 6144 * 2
+
+
+def test_owners_of_uniform_choices():
+    model = ModelConfig.from_hf("glm5.2")
+    assert distinct_owners(model, 1) == 1
+    assert distinct_owners(model, 256) == pytest.approx(8)
+    assert 7 < distinct_owners(model, 64) < 8
+
+
+def saved_bytes(model: ModelConfig, tokens: int) -> int:
+    """What autograd keeps of a model without its head, weights aside: every storage once."""
+    chunk = single_chunk(model)
+    plan = AttentionPlan.build(model, (tokens,), tokens, dense_rows="off")
+    hidden = torch.randn(tokens, model.hidden_size, requires_grad=True)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
+    storages = {}
+
+    def keep(tensor):
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.no_grad():
+        for parameter in chunk.parameters():
+            parameter.normal_(std=0.02)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        topk, outputs = None, hidden
+        for layer in chunk.layers.values():
+            outputs, topk, _ = layer(outputs, plan, topk)
+    assert outputs.requires_grad
+    return sum(size for pointer, size in storages.items() if pointer not in weights)
+
+
+@pytest.mark.parametrize("dense", [1, 0])
+def test_the_activations_of_a_layer_are_what_autograd_keeps(dense):
+    changes = {"num_hidden_layers": 1, "first_k_dense_replace": dense, "num_nextn_predict_layers": 0}
+    tiny = ModelConfig.from_hf("glm5.2-tiny", **changes)
+    config = RunConfig(model=tiny, data=replace(RunConfig(model=tiny).data, data_path=("none",), seq_length=512))
+    plan = Plan.create(replace(config, train=replace(config.train, train_iters=1)), 1, 8)
+    shapes = replace(plan.shapes, dense=0)
+    assert sum(layer_activations(tiny, 0, shapes).values()) == pytest.approx(saved_bytes(tiny, 512), rel=0.1)
+    ids = 0 if dense else tiny.num_experts_per_tok * 8
+    assert layer_kept(tiny, 0, shapes, "full") == 512 * (tiny.hidden_size * 4 + 2 * shapes.slots * 4 + ids)
+
+
+FLAGS = ["--hf-config", "glm5.2", "--seq-length", "32768", "--context-parallel-size", "8", "--bf16"]
+FLAGS += ["--pipeline-model-parallel-size", "4", "--expert-model-parallel-size", "64", "--global-batch-size", "64"]
+FLAGS += ["--num-layers-per-virtual-pipeline-stage", "2", "--recompute-granularity", "full"]
+
+
+def test_a_plan_that_does_not_fit_says_what_to_change(capsys):
+    print_plan([*FLAGS, "--nnodes", "32"])
+    text = capsys.readouterr().out
+    assert "warning: --data-path is not given" in text
+    assert "256 ranks on 32 nodes of 8" in text
+    assert "verdict: does not fit" in text
+    assert "twice the ranks (512): " in text and ", fits" in text
+    print_plan([*FLAGS, "--nnodes", "32", "--gpu-memory-gb", "140"])
+    assert "verdict: fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--nnodes", "3"], ("24", "32")),
+        (["--nnodes", "32", "--expert-model-parallel-size", "48"], ("64", "48")),
+        (["--nnodes", "32", "--seq-length", "32767"], ("32767", "16")),
+        (["--nnodes", "0"], ("--nnodes is 0",)),
+        (["--nnodes", "32", "--gpu-memory", "80"], ("--gpu-memory-gb?",)),
+    ],
+)
+def test_an_impossible_layout_exits_with_2(flags, words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        print_plan([*FLAGS, *flags])
+    assert stopped.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    for word in words:
+        assert word in captured.err
+
+
+def test_missing_inputs_are_warnings(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(ModelConfig.from_hf("glm5.2-tiny").to_hf()))
+    missing = [str(tmp_path / name) for name in ("data.jsonl", "valid.jsonl", "tokenizer.json", "checkpoint")]
+    flags = ["--data-path", missing[0], "--valid-data-path", missing[1], "--tokenizer-model", missing[2]]
+    print_plan(["--hf-config", str(tmp_path), *flags, "--load", missing[3], "--finetune", "--train-iters", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [path for path in missing if any(line.startswith("warning: ") and path in line for line in lines)] == missing
+
+
+@pytest.mark.parametrize("script", [["finetune_glm.py", "--dry-run"], ["tools/plan.py"]])
+def test_the_scripts_plan_without_torchrun(script, tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"WORLD_SIZE": "4"}
+    flags = ["--hf-config", "glm5.2-tiny", "--pipeline-model-parallel-size", "2", "--global-batch-size", "4"]
+    command = [sys.executable, str(ROOT / script[0]), *script[1:], *flags]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert "layout: 4 ranks on 1 nodes of 4: TP 1 CP 1 DP 2 PP 2" in done.stdout
+    assert "verdict: fits" in done.stdout
+    assert list(tmp_path.iterdir()) == []

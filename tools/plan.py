@@ -1,0 +1,16 @@
+"""Prints what a run needs, and whether it fits, from the flags of finetune_glm.py: no GPU, weights, data or torchrun.
+
+python tools/plan.py --nnodes 64 --nproc-per-node 8 --gpu-memory-gb 80 --hf-config glm5.2 …
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed, too
+
+from megatron_glm.training.plan_report import print_plan  # noqa: E402
+
+if __name__ == "__main__":
+    print_plan(description=__doc__)
