@@ -125,6 +125,27 @@ check_checkpoint() {
     $download tokenizer.json tokenizer_config.json chat_template.jinja
     bash $0 --tokenizer-model hf/${HF_MODEL#*/}")
   fi
+  check_model "$load/$iteration/hf/config.json"
+}
+
+# json_number KEY FILE -> stdout, nothing if it is not there.
+json_number() { { grep -oE "\"$1\": *[0-9]+" "$2" 2>/dev/null || true; } | head -n 1 | grep -oE '[0-9]+$' || true; }
+
+# check_model CONFIG: the checkpoint's model against the recipe's -> `problems`. GLM-5 and 5.2 have the same shapes, so
+# that the rotary base tells them apart.
+check_model() {
+  local values preset key wanted found
+  values_of --hf-config
+  preset=$root/megatron_glm/presets/${values[0]}.json
+  for key in hidden_size=--hidden-size num_hidden_layers=--num-layers rope_theta=--rotary-base; do
+    values_of "${key#*=}"
+    wanted=${values[0]:-$(json_number "${key%=*}" "$preset")}
+    found=$(json_number "${key%=*}" "$1")
+    if [ -n "$wanted" ] && [ -n "$found" ] && [ "$wanted" != "$found" ]; then
+      problems+=("$1 has ${key%=*} $found, the recipe's model has $wanted: the checkpoint is of another model.
+  Set CHECKPOINT to $HF_MODEL, converted")
+    fi
+  done
 }
 
 # check_data FLAG SPLIT: files of a data flag -> `problems`, with what to do.

@@ -195,6 +195,16 @@ def test_a_checkpoint_without_tokenizer_needs_one_named(box):
     assert bash(box, "glm5_hellaswag.sh", "--tokenizer-model", "hf/GLM-5").returncode == 0
 
 
+def test_a_checkpoint_of_another_model_is_refused(box):
+    presets, config = ROOT / "megatron_glm" / "presets", box / "base/iter_0000000/hf/config.json"
+    config.write_bytes((presets / "glm5.2.json").read_bytes())
+    assert bash(box, "glm5.2_4k_cudnn.sh").returncode == 0
+    done = bash(box, "glm5_hellaswag.sh")
+    assert done.returncode == 2
+    assert "has rope_theta 8000000, the recipe's model has 1000000: the checkpoint is of another model" in done.stderr
+    assert "Set CHECKPOINT to zai-org/GLM-5, converted" in done.stderr
+
+
 def test_a_dry_run_is_one_process_that_needs_no_input(box):
     done = bash(box, "glm5.2_32k_cp8.sh", "--dry-run", CHECKPOINT="none", DATA_PATH="none")
     assert done.returncode == 0, done.stderr
