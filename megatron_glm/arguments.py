@@ -155,7 +155,10 @@ def _latest_checkpoint(load: str) -> Path:
     tracker = Path(load) / "latest_checkpointed_iteration.txt"
     if not tracker.is_file():
         raise ValueError(f"--load {load}: the folder holds no checkpoint ({tracker.name} is missing)")
-    return Path(load) / f"iter_{int(tracker.read_text()):07d}"
+    text = tracker.read_text().strip()
+    if not text.isdecimal():
+        raise ValueError(f"--load {load}: {tracker.name} holds {text!r}, it should hold an iteration number")
+    return Path(load) / f"iter_{int(text):07d}"
 
 
 def _add_flag(group: Any, flag: str, field: dataclasses.Field, hint: Any) -> None:

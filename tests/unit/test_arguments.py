@@ -140,3 +140,9 @@ def test_only_the_first_rank_speaks(capsys, monkeypatch):
     with pytest.raises(SystemExit) as stop:
         parse(["--qqq"])
     assert stop.value.code == 2 and capsys.readouterr().err == ""
+
+
+def test_a_folder_without_a_readable_checkpoint_is_refused(capsys, tmp_path):
+    assert "holds no checkpoint" in refusal(capsys, "--load", str(tmp_path))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("soon")
+    assert "holds 'soon', it should hold an iteration number" in refusal(capsys, "--load", str(tmp_path))
