@@ -51,7 +51,7 @@ class IterationLog:
         if path is not None and dist.get_rank() == 0:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             self.file = open(path, "a")  # a resumed run continues its file
-        self.window: list[dict[str, float]] = []
+        self.window: list[tuple[float, int, int]] = []  # seconds, tokens and flops since the last line
 
     def report(self, record: dict[str, Any], consumed_samples: int, seconds: float, tokens: int, flops: int) -> None:
         """Report one iteration.
@@ -70,7 +70,7 @@ class IterationLog:
         if self.file is not None:
             self.file.write(json.dumps(record | rates | {"peak_memory_bytes": peak_memory_bytes()}) + "\n")
             self.file.flush()
-        self.window.append(rates | {"seconds": seconds})
+        self.window.append((seconds, tokens, flops))
         if "skipped" in record:
             log(f" iteration {record['iteration']} is skipped: {record['skipped']}")
         elif record["iteration"] % self.interval == 0 or record["iteration"] == self.train_iters:
@@ -78,13 +78,14 @@ class IterationLog:
             self.window.clear()
 
     def _print(self, record: dict[str, Any], consumed_samples: int) -> None:
-        mean = {key: sum(rates[key] for rates in self.window) / len(self.window) for key in self.window[0]}
+        seconds, tokens, flops = (sum(values) for values in zip(*self.window, strict=True))
+        rank_seconds = seconds * dist.get_world_size()
         log(
             f" iteration {record['iteration']:8d}/{self.train_iters:8d} |"
             f" consumed samples: {consumed_samples:12d} |"
-            f" elapsed time per iteration (ms): {mean['seconds'] * 1000:.1f} |"
-            f" tokens/s/GPU: {mean['tokens_per_second_per_gpu']:.1f} |"
-            f" TFLOP/s/GPU: {mean['tflops_per_gpu']:.3f} |"
+            f" elapsed time per iteration (ms): {seconds / len(self.window) * 1000:.1f} |"
+            f" tokens/s/GPU: {tokens / rank_seconds:.1f} |"
+            f" TFLOP/s/GPU: {flops / rank_seconds / 1e12:.3f} |"
             f" learning rate: {record['learning_rate']:.6E} |"
             f" lm loss: {record['lm_loss']:.6E} |"
             f" grad norm: {record['grad_norm']:.3f} |"
