@@ -126,7 +126,7 @@ def has_sparse_rows(config: ModelConfig, doc_lengths: tuple[int, ...], dense_row
     return dense_rows == "off" or not 0 < max(doc_lengths, default=0) <= config.index_topk
 
 
-def attended_keys(doc_lengths: tuple[int, ...], total: int, index_topk: int, cp_size: int) -> list[tuple[int, int]]:
+def work_per_rank(doc_lengths: tuple[int, ...], total: int, index_topk: int, cp_size: int) -> list[tuple[int, int]]:
     """(selected keys, causal keys) of each context-parallel rank's rows: its work in attention and in the indexer."""
     _, position, valid = _describe(doc_lengths, total)
     causal = (position + 1) * valid

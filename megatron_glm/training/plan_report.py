@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_glm.arguments import add_plan_flags, build_parser, resolve
 from megatron_glm.config import RunConfig
 from megatron_glm.flops import training_flops
-from megatron_glm.model.plan import attended_keys
+from megatron_glm.model.plan import work_per_rank
 from megatron_glm.training.planning import GIB, Plan
 
 PLAN_FLAGS = ("dry_run", "nnodes", "nproc_per_node", "gpu_memory_gb")
@@ -148,7 +148,7 @@ def _work_lines(plan: Plan) -> Iterator[str]:
         f"work: {packs * length:,} tokens and {flops / 1e15:,.1f} PFLOP a step (recomputation not counted), "
         f"{flops / plan.world_size / 1e12:,.1f} TFLOP a GPU, if each document fills its pack"
     )
-    keys = attended_keys((length,) * config.train.micro_batch_size, plan.shapes.pack, config.model.index_topk, cp)
+    keys = work_per_rank((length,) * config.train.micro_batch_size, plan.shapes.pack, config.model.index_topk, cp)
     attended, causal = zip(*keys, strict=True)
     if cp > 1:
         yield (

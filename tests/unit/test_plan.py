@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 import pytest
 import torch
 
-from megatron_glm.model.plan import AttentionPlan, attended_keys
+from megatron_glm.model.plan import AttentionPlan, work_per_rank
 from megatron_glm.ops.rope import rope_tables
 from megatron_glm.parallel.context import pack_order, zigzag_ranges, zigzag_rows
 from tests.reference import small_config
@@ -138,7 +138,7 @@ def test_zigzag_holds_every_row_once(size):
 def test_one_long_document_gives_every_rank_the_same_work(cp):
     """A contiguous split gives the last rank twice the mean of the indexer's work."""
     total = 2 * cp * 16384
-    work = attended_keys((total - 5,), total, 2048, cp)
+    work = work_per_rank((total - 5,), total, 2048, cp)
     for kind in zip(*work, strict=True):
         assert max(kind) <= 1.05 * sum(kind) / cp
     assert sum(causal for _, causal in work) == (total - 5) * (total - 4) // 2
@@ -146,8 +146,8 @@ def test_one_long_document_gives_every_rank_the_same_work(cp):
 
 
 def test_padding_and_documents_count_their_own_keys_only():
-    assert attended_keys((3, 10, 1), 16, 4, 1) == [(6 + (10 + 6 * 4) + 1, 6 + 55 + 1)]
-    assert attended_keys((), 16, 4, 2) == [(0, 0), (0, 0)]
+    assert work_per_rank((3, 10, 1), 16, 4, 1) == [(6 + (10 + 6 * 4) + 1, 6 + 55 + 1)]
+    assert work_per_rank((), 16, 4, 2) == [(0, 0), (0, 0)]
 
 
 def test_tensors_are_on_the_device_that_was_asked_for():
