@@ -20,10 +20,13 @@ from megatron_glm.config import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    PretrainDataConfig,
     RunConfig,
     TrainConfig,
     flag_name,
 )
+
+DataSection = type[DataConfig] | type[PretrainDataConfig]
 
 SECTIONS = {
     "train": TrainConfig,
@@ -78,15 +81,18 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
 
-def parse(arguments: Sequence[str] | None = None, description: str | None = None) -> RunConfig:
+def parse(
+    arguments: Sequence[str] | None = None, description: str | None = None, data: DataSection = DataConfig
+) -> RunConfig:
     """The checked configuration of this run; prints one line and exits with code 2 where the flags cannot be served.
 
-    The number of ranks is torchrun's WORLD_SIZE, 1 without it. No process group is made.
+    `data`: the kind of data that the script trains on. The number of ranks is torchrun's WORLD_SIZE, 1 without it. No
+    process group is made.
     """
-    parser = build_parser(description)
+    parser = build_parser(description, data)
     flags = parser.parse_args(arguments)
     try:
-        config = resolve(flags)
+        config = resolve(flags, data)
         config.check(int(os.environ.get("WORLD_SIZE", "1")))
     except ValueError as error:
         parser.error(str(error))
@@ -104,7 +110,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--gpu-memory-gb", type=float, metavar="X", help="memory of a GPU in GiB (default: 80)")
 
 
-def build_parser(description: str | None = None) -> Parser:
+def build_parser(description: str | None = None, data: DataSection = DataConfig) -> Parser:
     """The parser of all sections; only flags that were given appear in its result."""
     parser = Parser(
         usage="%(prog)s --hf-config DIR|PRESET --data-path PATH … [flags]",
@@ -112,7 +118,7 @@ def build_parser(description: str | None = None) -> Parser:
         argument_default=argparse.SUPPRESS,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=44, width=120),
     )
-    for name, section in SECTIONS.items():
+    for name, section in (SECTIONS | {"data": data}).items():
         group = parser.add_argument_group(name)
         hints = typing.get_type_hints(section)
         for field in dataclasses.fields(section):
@@ -130,12 +136,12 @@ def build_parser(description: str | None = None) -> Parser:
     return parser
 
 
-def resolve(flags: argparse.Namespace) -> RunConfig:
+def resolve(flags: argparse.Namespace, data: DataSection = DataConfig) -> RunConfig:
     """Sections and model shape of the given flags, not yet checked against each other."""
     given = vars(flags)
     sections = {
         name: section(**{f.name: given[f.name] for f in dataclasses.fields(section) if f.name in given})
-        for name, section in SECTIONS.items()
+        for name, section in (SECTIONS | {"data": data}).items()
     }
     if "attention_backend" not in given and torch.cuda.is_available():
         sections["kernels"] = dataclasses.replace(sections["kernels"], attention_backend="cudnn")

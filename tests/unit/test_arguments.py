@@ -6,7 +6,7 @@ import json
 import pytest
 
 from megatron_glm.arguments import MEGATRON_NAMES, SECTIONS, build_parser, parse
-from megatron_glm.config import flag_name
+from megatron_glm.config import PretrainDataConfig, flag_name
 
 TINY = ["--hf-config", "glm5.2-tiny", "--data-path", "rows.jsonl", "--train-iters", "10", "--seq-length", "64"]
 
@@ -146,3 +146,19 @@ def test_a_folder_without_a_readable_checkpoint_is_refused(capsys, tmp_path):
     assert "holds no checkpoint" in refusal(capsys, "--load", str(tmp_path))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("soon")
     assert "holds 'soon', it should hold an iteration number" in refusal(capsys, "--load", str(tmp_path))
+
+
+def test_pretraining_has_its_own_data_flags(capsys):
+    flags = [*TINY[:2], *TINY[4:], "--train-data-path", "0.7", "a", "0.3", "b", "--valid-data-path", "c"]
+    config = parse(flags, data=PretrainDataConfig)
+    assert config.data.train_data_path == ("0.7", "a", "0.3", "b") and config.data.split == "969,30,1"
+    for wrong in (["--packing", "none"], ["--data-path", "a"], ["--mock-data"]):
+        with pytest.raises(SystemExit):
+            parse([*flags, *wrong], data=PretrainDataConfig)
+    with pytest.raises(SystemExit):
+        parse([*TINY, "--valid-data-path", "c"], data=PretrainDataConfig)
+    errors = capsys.readouterr().err.splitlines()
+    assert "unknown flag --packing" in errors[0]
+    assert "--data-path and --train-data-path" in errors[1] and "--train-data-path and --mock-data" in errors[2]
+    assert "--valid-data-path goes with --train-data-path" in errors[3]
+    assert "unknown flag --split" in refusal(capsys, "--split", "1,0,0")
