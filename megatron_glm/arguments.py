@@ -113,7 +113,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
 def build_parser(description: str | None = None, data: DataSection = DataConfig) -> Parser:
     """The parser of all sections; only flags that were given appear in its result."""
     parser = Parser(
-        usage="%(prog)s --hf-config DIR|PRESET --data-path PATH … [flags]",
+        usage="%(prog)s {--load DIR | --hf-config DIR|PRESET} --data-path PATH … [flags]",
         description=description,
         argument_default=argparse.SUPPRESS,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=44, width=120),

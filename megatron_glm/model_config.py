@@ -30,6 +30,7 @@ SERVED_VALUES = {
     "indexer_rope_interleave": True,
 }
 DTYPES = ("bfloat16", "float16", "float32")
+MOST_LAYERS = 10_000  # of a kind; far above any model, and lists of this length take no time
 
 
 @dataclass(frozen=True)
@@ -254,6 +255,8 @@ def _check_scalars(values: dict[str, Any], path: Path) -> None:
         kind, least = type(value), 0 if field.name == "num_nextn_predict_layers" else 1
         if field.type == "int" and (kind is not int or value < least):
             raise ValueError(f"{path}: {field.name} is {value!r}, it must be a whole number of at least {least}")
+        if field.name in ("num_hidden_layers", "num_nextn_predict_layers") and value > MOST_LAYERS:
+            raise ValueError(f"{path}: {field.name} is {value}, it must be at most {MOST_LAYERS}")
         if field.type == "float" and (kind not in (int, float) or not 0 < value < math.inf):
             raise ValueError(f"{path}: {field.name} is {value!r}, it must be a positive number")
         if field.type == "bool" and kind is not bool:

@@ -20,6 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+# torch 2.13 renamed both and warns of the old names
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class PackOrder(NamedTuple):
     """A permutation of gathered rows, both ways: int64 [rows] each."""
@@ -61,7 +65,7 @@ def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def _all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
     output = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
-    dist.all_gather_into_tensor(output, x.contiguous(), group=group)
+    all_gather_single(output, x.contiguous(), group=group)
     return output
 
 
@@ -69,7 +73,7 @@ def _reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
     if x.shape[0] % group.size():
         raise ValueError(f"reduce-scatter of {x.shape[0]} rows over {group.size()} ranks: not divisible")
     output = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
-    dist.reduce_scatter_tensor(output, x.contiguous(), group=group)
+    reduce_scatter_single(output, x.contiguous(), group=group)
     return output
 
 

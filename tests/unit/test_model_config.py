@@ -210,6 +210,7 @@ REFUSED = {
     "text for a number": (dict(hidden_size="32"), "hidden_size is '32', it must be a whole number"),
     "layers": (dict(num_hidden_layers="4"), "num_hidden_layers is '4', it must be a whole number"),
     "no layers": (dict(num_hidden_layers=None), "num_hidden_layers is None, it must be a whole number"),
+    "endless layers": (dict(num_hidden_layers=10**9, index_topk_freq=4), "num_hidden_layers is 1000000000, it must be"),
     "null": (dict(n_group=None), "n_group is None, it must be a whole number"),
     "true for a number": (dict(n_shared_experts=True), "n_shared_experts is True, it must be a whole number"),
     "negative MTP": (dict(num_nextn_predict_layers=-1), "num_nextn_predict_layers is -1, it must be a whole number"),
