@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from megatron_glm.arguments import build_parser, resolve
 from megatron_glm.config import RunConfig
 from megatron_glm.model_config import ModelConfig
 from megatron_glm.parallel.grid import check_layout
+from megatron_glm.parallel.pipeline.layout import build_layout
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -111,6 +113,7 @@ def test_a_recipe_has_the_published_settings(box, name):
     assert (parallel.moe_token_dispatcher_type, parallel.expert_node_size) == ("hybrid", 8)
     assert parallel.reshard_after_forward and parallel.reshard_experts_after_forward
     assert parallel.recompute_granularity == "full"
+    assert parallel.grad_sync == ("last" if nodes == 64 else "every")
     assert config.kernels.attention_backend == attention
     assert (train.micro_batch_size, train.global_batch_size, train.train_iters) == (1, batch, 100)
     assert (train.seed, train.bf16) == (1234, True)
@@ -120,11 +123,24 @@ def test_a_recipe_has_the_published_settings(box, name):
     assert (config.checkpoint.load, config.checkpoint.save) == (str(box / "base"), str(box / "save"))
     assert (optimizer.lr, optimizer.lr_decay_style, optimizer.weight_decay) == (1e-5, "constant", 0)
     assert (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps) == (0.9, 0.999, 1e-8)
+    assert (optimizer.lr_warmup_iters, optimizer.moe_router_bias_update_rate) == (0, 0)
 
     for world_size in {nodes * 8, 256}:  # 256 GPUs serve every recipe
         config.check(world_size)
         micro_batches = config.micro_batches(parallel.data_parallel_size(world_size))
         check_layout(parallel, config.model, world_size, seq_length, micro_batches)
+        stages = build_layout(parallel, config.model, seq_length, micro_batches).stages
+        assert [len(stage.layers) for stage in stages] == 6 * [3] + 30 * [2]  # 9 virtual stages a rank
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_names_the_published_model_and_data(box, name):
+    preset, packing = RECIPES[name][0], RECIPES[name][6]
+    done = bash(box, f"{name}.sh", CHECKPOINT="none", DATA_PATH="none.jsonl", VALID_DATA_PATH="none.jsonl")
+    tulu, hellaswag = ("allenai/tulu-3-sft-mixture", "train[:100000]"), ("rowan/hellaswag", "train")
+    wanted = [tulu] if packing == "best-fit" else [hellaswag, ("rowan/hellaswag", "validation")]
+    assert re.findall(r"load_dataset\('(.+?)', split='(.+?)'\)", done.stderr) == wanted
+    assert f"hf download zai-org/{preset.replace('glm', 'GLM-')} " in done.stderr
 
 
 @pytest.mark.parametrize("name", RECIPES)
