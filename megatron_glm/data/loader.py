@@ -93,8 +93,10 @@ def load_documents(
                 pending = []
     _tokenise(pending, reader, collector)
     if len(collector.offsets) == 1:
-        bad = f"; {collector.skipped} bad rows, the first is {collector.first_skipped}" if collector.skipped else ""
-        raise ValueError(f"{' '.join(map(str, data_path))} has no usable row{bad}")
+        why = ": there is nothing in it, name another file"
+        if collector.skipped:
+            why = f"; {collector.skipped} bad rows, the first is {collector.first_skipped}"
+        raise ValueError(f"{' '.join(map(str, data_path))} has no usable row{why}")
     return collector.documents()
 
 

@@ -46,7 +46,7 @@ def find_files(data_path: Iterable[str]) -> list[Path]:
             matches = [path] if path.is_file() else sorted(map(Path, glob.glob(entry, recursive=True)))
             found = [file for file in matches if not file.is_dir()]
         if not found:
-            raise ValueError(f"{entry} holds or matches no file ({' or '.join(SUFFIXES)})")
+            raise ValueError(f"{entry} holds or matches no file ({' or '.join(SUFFIXES)}): correct the path")
         for file in found:
             if file.suffix not in SUFFIXES:
                 raise ValueError(f"{file} is neither of {SUFFIXES}")

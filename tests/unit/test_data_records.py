@@ -224,7 +224,7 @@ def test_a_text_token_outside_the_models_vocabulary(tmp_path: Path, folder: Path
 
 
 def test_no_usable_row(tmp_path: Path):
-    with pytest.raises(ValueError, match="rows.jsonl has no usable row$"):
+    with pytest.raises(ValueError, match="rows.jsonl has no usable row: there is nothing in it, name another file$"):
         load(tmp_path, [], None)
     with pytest.raises(
         ValueError, match="has no usable row; 2 bad rows, the first is .*rows.jsonl:1: the line must be"
