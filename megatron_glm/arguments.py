@@ -17,6 +17,7 @@ from megatron_glm.config import (
     CheckpointConfig,
     DataConfig,
     KernelConfig,
+    LoggingConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -35,6 +36,7 @@ SECTIONS = {
     "checkpoint": CheckpointConfig,
     "parallel": ParallelConfig,
     "kernels": KernelConfig,
+    "logging": LoggingConfig,
 }
 
 # Megatron's name of a model field where it has one; the other fields keep their own.
@@ -180,7 +182,8 @@ def _add_flag(group: Any, flag: str, field: dataclasses.Field, hint: Any) -> Non
     elif literals:
         group.add_argument(flag, choices=typing.get_args(literals[0]), help=text)
     elif typing.get_origin(hint) is tuple:
-        group.add_argument(flag, nargs="+", action=_Tuple, metavar="PATH", help=text)
+        kind = typing.get_args(hint)[0]
+        group.add_argument(flag, nargs="+", action=_Tuple, type=kind, metavar=_metavar(kind, "PATH"), help=text)
     else:
         kind = next(kind for kind in (int, float, str) if kind in (hint, *typing.get_args(hint)))
         group.add_argument(flag, type=kind, metavar=_metavar(kind), help=text)
@@ -197,5 +200,5 @@ def _boolean(text: str) -> bool:
     return text == "true"
 
 
-def _metavar(kind: type) -> str:
-    return {int: "N", float: "X", str: "STR", bool: "{true,false}"}[kind]
+def _metavar(kind: type, text: str = "STR") -> str:
+    return {int: "N", float: "X", str: text, bool: "{true,false}"}[kind]

@@ -7,18 +7,18 @@ names the flags and both numbers.
 
 from __future__ import annotations
 
-import dataclasses
-import math
-import typing
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+from megatron_glm.data_config import DataConfig, PretrainDataConfig
 from megatron_glm.model_config import ModelConfig
+from megatron_glm.section import Section, flag_name, option, require_multiple
 
 __all__ = [
     "CheckpointConfig",
     "DataConfig",
     "KernelConfig",
+    "LoggingConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
@@ -27,38 +27,6 @@ __all__ = [
     "TrainConfig",
     "flag_name",
 ]
-
-
-def option(default: Any, help: str, minimum: int = 1) -> Any:
-    """A dataclass field with a default, the help text of its flag and, for an integer, its lowest value."""
-    return dataclasses.field(default=default, metadata={"help": help, "minimum": minimum})
-
-
-def flag_name(field_name: str) -> str:
-    return "--" + field_name.replace("_", "-")
-
-
-def require_multiple(what: str, number: int, of: str, divisor: int) -> None:
-    """Raises ValueError unless `divisor` divides `number`; both come with the words that the user knows them by."""
-    if number % divisor:
-        raise ValueError(f"{what} ({number}) must be a multiple of {of} ({divisor})")
-
-
-class Section:
-    """Base of the sections: refuses a value outside its choices, sizes and counts below 1, and infinite numbers."""
-
-    def __post_init__(self) -> None:
-        hints = typing.get_type_hints(type(self))
-        for field in dataclasses.fields(self):
-            value, kind = getattr(self, field.name), hints[field.name]
-            choices = [arg for arg in (kind, *typing.get_args(kind)) if typing.get_origin(arg) is Literal]
-            if choices and value is not None and value not in typing.get_args(choices[0]):
-                raise ValueError(f"{flag_name(field.name)} is {value!r}; choose from {typing.get_args(choices[0])}")
-            minimum = field.metadata["minimum"]
-            if kind in (int, int | None) and value is not None and value < minimum:
-                raise ValueError(f"{flag_name(field.name)} is {value}; it must be at least {minimum}")
-            if kind is float and not math.isfinite(value):
-                raise ValueError(f"{flag_name(field.name)} is {value}; it must be a finite number")
 
 
 @dataclass(frozen=True)
@@ -158,9 +126,15 @@ class KernelConfig(Section):
 class OptimizerConfig(Section):
     lr: float = option(1e-5, "peak learning rate")
     min_lr: float = option(0.0, "learning rate at the end of the decay")
-    lr_decay_style: Literal["constant", "linear", "cosine"] = option("cosine", "shape of the decay after warm-up")
+    lr_decay_style: Literal["constant", "linear", "cosine", "WSD"] = option(
+        "cosine", "shape of the decay after warm-up; WSD stays at the peak until --lr-wsd-decay-iters are left"
+    )
     lr_warmup_iters: int = option(0, "iterations of linear warm-up", minimum=0)
     lr_decay_iters: int | None = option(None, "iterations after which --min-lr is reached (default: all)")
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = option(
+        "exponential", "shape of the decay at the end of WSD"
+    )
+    lr_wsd_decay_iters: int | None = option(None, "iterations of the decay at the end of WSD")
     weight_decay: float = option(0.0, "decoupled weight decay of the matrices (norms and biases have none)")
     adam_beta1: float = option(0.9, "decay of the first moment")
     adam_beta2: float = option(0.999, "decay of the second moment")
@@ -182,51 +156,16 @@ class OptimizerConfig(Section):
             end, end_flag = train_iters, "--train-iters"
         if end is not None and self.lr_warmup_iters > end:
             raise ValueError(f"--lr-warmup-iters ({self.lr_warmup_iters}) is above {end_flag} ({end})")
-
-
-@dataclass(frozen=True)
-class DataConfig(Section):
-    data_path: tuple[str, ...] = option((), "training data: JSONL or Parquet files, folders or globs")
-    valid_data_path: tuple[str, ...] = option((), "validation data, as --data-path")
-    tokenizer_model: str | None = option(
-        None, "tokenizer.json, .model or their folder (default: the checkpoint's hf/ folder)"
-    )
-    seq_length: int = option(4096, "tokens of one pack")
-    packing: Literal["best-fit", "none"] = option("best-fit", "fill packs with several documents, or one each")
-    overlong: Literal["truncate", "split"] = option("truncate", "what happens to documents above --seq-length")
-    skip_bad_rows: bool = option(False, "count and skip malformed rows instead of stopping")
-
-    def check(self) -> None:
-        """Refuses a run without data."""
-        if not self.data_path:
-            raise ValueError("--data-path is required")
-
-
-@dataclass(frozen=True)
-class PretrainDataConfig(Section):
-    data_path: tuple[str, ...] = option(
-        (), "prefixes of .bin/.idx files, each maybe after its weight (0.7 A 0.3 B), shared out by --split"
-    )
-    train_data_path: tuple[str, ...] = option((), "training data instead of --data-path, in the same form")
-    valid_data_path: tuple[str, ...] = option((), "validation data, with --train-data-path")
-    test_data_path: tuple[str, ...] = option((), "test data, with --train-data-path")
-    split: str = option("969,30,1", "shares of --data-path for training, validation and test")
-    data_cache_path: str | None = option(None, "folder for the sample indices (default: beside the data)")
-    no_document_mask: bool = option(False, "let tokens see the documents before their own in the same sample")
-    seq_length: int = option(4096, "tokens of one sample")
-    mock_data: bool = option(False, "train on made-up tokens, without files")
-
-    def check(self) -> None:
-        """Refuses no source of data, and more than one."""
-        sources = {"data_path": self.data_path, "train_data_path": self.train_data_path, "mock_data": self.mock_data}
-        given = [flag_name(name) for name, value in sources.items() if value]
-        if len(given) != 1:
+        style, decay = self.lr_decay_style, self.lr_wsd_decay_iters
+        if (style == "WSD") != (decay is not None):
             raise ValueError(
-                f"give one of --data-path, --train-data-path and --mock-data, not {' and '.join(given) or 'none'}"
+                f"--lr-decay-style {style} with --lr-wsd-decay-iters {decay}: WSD needs it, no other style takes it"
             )
-        for name in ("valid_data_path", "test_data_path"):
-            if getattr(self, name) and not self.train_data_path:
-                raise ValueError(f"{flag_name(name)} goes with --train-data-path; {given[0]} is split by itself")
+        if decay is not None and end is not None and self.lr_warmup_iters + decay > end:
+            raise ValueError(
+                f"--lr-warmup-iters ({self.lr_warmup_iters}) + --lr-wsd-decay-iters ({decay}) are above "
+                f"{end_flag} ({end})"
+            )
 
 
 @dataclass(frozen=True)
@@ -257,6 +196,11 @@ class CheckpointConfig(Section):
 class TrainConfig(Section):
     micro_batch_size: int = option(1, "packs that one rank computes at a time")
     global_batch_size: int = option(8, "packs of one optimizer step, over all ranks")
+    rampup_batch_size: tuple[int, ...] = option(
+        (),
+        "START INCREMENT SAMPLES: begin with START packs a step and grow to --global-batch-size by INCREMENT, in equal "
+        "parts of SAMPLES packs; the learning rate follows the iterations, whatever their size",
+    )
     train_iters: int | None = option(None, "optimizer steps in all, resumed ones included")
     train_epochs: int | None = option(None, "passes over the data, instead of --train-iters")
     seed: int = option(1234, "seed of the initial weights and the order of the data", minimum=0)
@@ -269,8 +213,6 @@ class TrainConfig(Section):
     on_nan: Literal["stop", "skip"] = option(
         "stop", "when a loss or gradient is not finite: end the run, or leave that step's update out"
     )
-    log_interval: int = option(1, "iterations between log lines")
-    log_file: str | None = option(None, "write one JSON object an iteration to this file")
 
     def check(self, tokens_per_pack: int, parallel: ParallelConfig, world_size: int) -> None:
         """Refuses batch sizes that the ranks cannot share equally."""
@@ -282,6 +224,8 @@ class TrainConfig(Section):
         require_multiple(
             "--global-batch-size", self.global_batch_size, "--micro-batch-size x data-parallel ranks", micro * dp
         )
+        if self.rampup_batch_size:
+            self._check_rampup(micro * dp)
         cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
         if cp * tp > 1:
             require_multiple(
@@ -290,6 +234,53 @@ class TrainConfig(Section):
                 "2 x --context-parallel-size x --tensor-model-parallel-size",
                 2 * cp * tp,
             )
+
+    def _check_rampup(self, packs: int) -> None:
+        """`packs`: of one micro-batch on every data-parallel rank."""
+        flag, given = "--rampup-batch-size", self.rampup_batch_size
+        if len(given) != 3 or min(given) < 1:
+            raise ValueError(f"{flag} is {' '.join(map(str, given))}; it takes START INCREMENT SAMPLES, all above 0")
+        start, increment, _ = given
+        if start > self.global_batch_size:
+            raise ValueError(f"{flag} starts at {start}, above --global-batch-size ({self.global_batch_size})")
+        require_multiple(
+            f"--global-batch-size less {flag}'s START", self.global_batch_size - start, "its INCREMENT", increment
+        )
+        for name, number in (("START", start), ("INCREMENT", increment)):
+            require_multiple(f"{flag}'s {name}", number, "--micro-batch-size x data-parallel ranks", packs)
+
+
+@dataclass(frozen=True)
+class LoggingConfig(Section):
+    log_interval: int = option(1, "iterations between log lines, and between statistics of gradients and experts")
+    log_file: str | None = option(
+        None, "write one JSON object an iteration to this file; a resumed run continues it after its checkpoint"
+    )
+    tensorboard_dir: str | None = option(None, "folder for TensorBoard")
+    wandb_project: str | None = option(None, "log to this project of Weights & Biases (WANDB_MODE=offline: on disk)")
+    wandb_exp_name: str | None = option(None, "name of the run in Weights & Biases")
+    wandb_save_dir: str = option("wandb_output", "folder of Weights & Biases' files")
+    profile: bool = option(False, "record --profile-ranks with torch.profiler, one Chrome trace a rank")
+    profile_step_start: int = option(10, "iterations that are done when the profile starts", minimum=0)
+    profile_step_end: int = option(12, "iterations that are done when the profile ends")
+    profile_ranks: tuple[int, ...] = option((0,), "ranks that are recorded")
+    profile_dir: str = option("profile", "folder of the traces")
+
+    @property
+    def keeps_records(self) -> bool:
+        """Whether anything but the log line on the screen wants to know."""
+        return any((self.log_file, self.tensorboard_dir, self.wandb_project))
+
+    def check(self, world_size: int) -> None:
+        """Refuses a profile of nothing."""
+        start, end = self.profile_step_start, self.profile_step_end
+        if self.profile and start >= end:
+            raise ValueError(f"--profile-step-start ({start}) must be below --profile-step-end ({end})")
+        for rank in self.profile_ranks if self.profile else ():
+            if not 0 <= rank < world_size:
+                raise ValueError(f"--profile-ranks names rank {rank}, the ranks are 0 to {world_size - 1}")
+        if self.wandb_exp_name is not None and self.wandb_project is None:
+            raise ValueError(f"--wandb-exp-name {self.wandb_exp_name} needs --wandb-project")
 
 
 @dataclass(frozen=True)
@@ -303,6 +294,7 @@ class RunConfig:
     data: DataConfig | PretrainDataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     train: TrainConfig = TrainConfig()
+    logging: LoggingConfig = LoggingConfig()
     hf_folder: str | None = None
 
     def micro_batches(self, dp_size: int) -> int:
@@ -326,12 +318,15 @@ class RunConfig:
         self.train.check(self.data.seq_length, self.parallel, world_size)
         self.optimizer.check(self.train.train_iters)
         self.checkpoint.check()
+        self.logging.check(world_size)
         if self.kernels.attention_backend != "torch" and not self.train.bf16:
             raise ValueError(
                 f"--attention-backend {self.kernels.attention_backend} computes in bfloat16: give --bf16, or "
                 "--attention-backend torch"
             )
         self.data.check()
+        if isinstance(self.data, PretrainDataConfig) and self.train.train_epochs is not None:
+            raise ValueError(f"--train-epochs ({self.train.train_epochs}) is for fine-tuning: give --train-iters")
         if self.data.seq_length > self.model.max_position_embeddings:
             raise ValueError(
                 f"--seq-length ({self.data.seq_length}) exceeds max_position_embeddings "

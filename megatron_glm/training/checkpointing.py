@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,14 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass
 class Progress:
-    """Where a run stands: iterations done (a skipped step is one), packs consumed."""
+    """Where a run stands: iterations done (a skipped step is one), packs consumed.
+
+    run_id: what logs know the run by; it stays the same over restarts. The first rank's counts.
+    """
 
     iteration: int = 0
     consumed_samples: int = 0
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
 
 
 class Saver:
@@ -87,6 +92,7 @@ class Saver:
         self.saved = progress.iteration
         state = {
             "consumed_samples": progress.consumed_samples,
+            "run_id": progress.run_id,
             "optimizer_steps": optimizer_steps(self.optimizer),
             **data_order(self.config),
         }
@@ -116,7 +122,10 @@ class Saver:
         if self.hf_files is not None:
             self.hf_files = sharded.iteration_folder(self.folder, iteration) / "hf"  # where it came from may be removed
         if (keep := config.checkpoint.keep_last) is not None:
-            sharded.together(group, lambda: None, lambda _: sharded.remove_old(self.folder, keep))
+            try:
+                sharded.together(group, lambda: None, lambda _: sharded.remove_old(self.folder, keep))
+            except (OSError, ValueError) as error:  # the new one is whole: nothing is lost but room
+                log(f"warning: older checkpoints than --keep-last {keep} are not removed: {error}")
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
@@ -201,7 +210,7 @@ def load_checkpoint(
                     f"{folder} was trained with {flag_name(name)} {state[name]}, this run has {value}; "
                     "--finetune starts a new run from its weights"
                 )
-        progress = Progress(iteration, state["consumed_samples"])
+        progress = Progress(iteration, state["consumed_samples"], state["run_id"])
         if not config.checkpoint.no_load_optim:
             what = "weights and optimizer"
             rectangles += optimizer_rectangles(chunks, optimizer)

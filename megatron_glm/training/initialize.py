@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from megatron_glm.parallel.grid import check_layout
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.pipeline.layout import PipelineLayout, build_layout
 from megatron_glm.training.logging import describe, log
+from megatron_glm.training.sinks import require_packages
 
 
 def ranks_from_slurm() -> None:
@@ -45,11 +47,15 @@ def initialize(config: RunConfig) -> ParallelGroups:
 
     Raises:
         ValueError: naming the flags, before any process group exists.
+        OSError: if --save cannot be written, which would show after the weights are loaded, or at the first checkpoint.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     config.check(world_size)
+    require_packages(config.logging)
     micro_batches = config.micro_batches(config.parallel.data_parallel_size(world_size))
     check_layout(config.parallel, config.model, world_size, config.data.seq_length, micro_batches)
+    if config.checkpoint.save is not None:
+        require_writable(Path(config.checkpoint.save))
     if torch.cuda.is_available():
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         torch.cuda.set_device(local_rank % torch.cuda.device_count())  # srun may show each process its own GPU only
@@ -65,6 +71,13 @@ def initialize(config: RunConfig) -> ParallelGroups:
     torch.manual_seed(config.train.seed)
     log(describe(config))
     return ParallelGroups.create(config.parallel)
+
+
+def require_writable(folder: Path) -> None:
+    """Raises OSError unless the folder, or the nearest one above it that exists, can be written."""
+    exists = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not exists.is_dir() or not os.access(exists, os.W_OK):
+        raise OSError(f"--save {folder} cannot be written: {exists} is no writable folder; choose another one")
 
 
 @functools.cache

@@ -16,10 +16,13 @@ from megatron_glm.data.loader import MicroBatches
 from megatron_glm.data.packing import PackedBatch
 from megatron_glm.model.glm import GLMChunk
 from megatron_glm.parallel.groups import ParallelGroups
+from megatron_glm.training.batch_size import batch_size, iterations_for
 from megatron_glm.training.checkpointing import Progress, Saver
 from megatron_glm.training.evaluate import evaluate
 from megatron_glm.training.logging import IterationLog, log
 from megatron_glm.training.lr import learning_rate
+from megatron_glm.training.profiling import Profiler
+from megatron_glm.training.sinks import open_sinks
 from megatron_glm.training.step import Requests, StepCounts, count, train_step
 
 START = time.monotonic()  # for --exit-duration-in-mins: when the program imported this
@@ -46,14 +49,16 @@ def train(
     train_iters = total_iterations(config, data)
     if progress.iteration >= train_iters:
         log(f"nothing to train: iteration {progress.iteration} of {train_iters} is reached")
-    iteration_log = IterationLog(config.train.log_file, config.train.log_interval, train_iters)
     with (
         noted_signals(config.checkpoint.save is not None) as signals,
         Saver(config, chunks, optimizer, groups, progress) as saver,
+        IterationLog(config.logging, train_iters, open_sinks(config, progress, groups)) as iteration_log,
+        Profiler(config.logging) as profiler,
     ):
         while progress.iteration < train_iters:
+            profiler.at(progress.iteration)
             start = time.perf_counter()
-            batches = data.batch(progress.consumed_samples, *batch_shape(config, groups))
+            batches = data.batch(progress.consumed_samples, *batch_shape(config, groups, progress.consumed_samples))
             requests = Requests(len(signals) > 0, time_is_up(config), saver.failed)
             counts = count(batches, groups, config, requests)
             if counts.requests.save_failed:
@@ -65,7 +70,7 @@ def train(
                 if counts.requests.preempted:
                     sys.exit(REQUEUE)
                 return
-            record = next_step(config, chunks, batches, optimizer, groups, progress, train_iters, counts)
+            record = next_step(config, chunks, batches, optimizer, groups, progress, counts, iteration_log)
             seconds = time.perf_counter() - start
             iteration = progress.iteration
             leave = iteration == train_iters or divides(config.train.exit_interval, iteration)
@@ -73,7 +78,7 @@ def train(
                 steps = validation.evaluation(*batch_shape(config, groups), config.train.eval_iters)
                 record["valid_lm_loss"], tokens = evaluate(chunks, steps, groups, config)
                 log(f" validation at iteration {iteration} | lm loss: {record['valid_lm_loss']:.6E} | tokens: {tokens}")
-            iteration_log.report(record, progress.consumed_samples, seconds, counts.tokens, counts.flops)
+            iteration_log.report(record, seconds, counts.tokens, counts.flops)
             if leave or divides(config.checkpoint.save_interval, iteration):
                 saver.save(progress)
             if leave:
@@ -87,22 +92,25 @@ def next_step(
     optimizer: torch.optim.Optimizer,
     groups: ParallelGroups,
     progress: Progress,
-    train_iters: int,
     counts: StepCounts,
+    iteration_log: IterationLog,
 ) -> dict[str, Any]:
     """The next iteration of `progress`, and its record for the log; a skipped one has no loss, but says why."""
     iteration = progress.iteration + 1
-    rate = learning_rate(config.optimizer, iteration, train_iters)
+    rate = learning_rate(config.optimizer, iteration, iteration_log.train_iters)
+    more = iteration_log.wants_statistics(iteration)
     try:
-        result = train_step(chunks, batches, optimizer, groups, config, rate, counts)
+        result = train_step(chunks, batches, optimizer, groups, config, rate, counts, more)
     except FloatingPointError as error:
         raise FloatingPointError(f"iteration {iteration}: {error}") from error
+    size = batch_size(config.train, progress.consumed_samples)
     progress.iteration = iteration
-    progress.consumed_samples += config.train.global_batch_size
-    record = {"iteration": iteration, "learning_rate": rate, "loss_tokens": counts.loss_tokens}
+    progress.consumed_samples += size
+    record = {"iteration": iteration, "consumed_samples": progress.consumed_samples, "global_batch_size": size}
+    record |= {"learning_rate": rate, "loss_tokens": counts.loss_tokens}
     if result.fault is not None:
         return record | {"lm_loss": None, "grad_norm": None, "skipped": result.fault}
-    return record | {"lm_loss": result.loss, "grad_norm": result.grad_norm}
+    return record | {"lm_loss": result.loss, "grad_norm": result.grad_norm, **result.statistics}
 
 
 def divides(interval: int | None, iteration: int) -> bool:
@@ -128,13 +136,18 @@ def noted_signals(note: bool) -> Iterator[list[int]]:
             signal.signal(number, handler or signal.SIG_DFL)  # None: it was not set from Python
 
 
-def batch_shape(config: RunConfig, groups: ParallelGroups) -> tuple[int, int, int, int]:
-    """Packs of a step, of a micro-batch, and this rank's place among the data-parallel ranks."""
-    return config.train.global_batch_size, config.train.micro_batch_size, groups.dp.rank(), groups.dp.size()
+def batch_shape(
+    config: RunConfig, groups: ParallelGroups, consumed_samples: int | None = None
+) -> tuple[int, int, int, int]:
+    """Packs of the step after `consumed_samples` (else a full one), of a micro-batch, and the place among DP ranks."""
+    train = config.train
+    size = train.global_batch_size if consumed_samples is None else batch_size(train, consumed_samples)
+    return size, train.micro_batch_size, groups.dp.rank(), groups.dp.size()
 
 
 def total_iterations(config: RunConfig, data: MicroBatches) -> int:
     """--train-iters, or as many as --train-epochs takes; the last one may reach into the next epoch."""
-    if config.train.train_iters is not None:
-        return config.train.train_iters
-    return -(-config.train.train_epochs * data.dataset.packs_per_epoch // config.train.global_batch_size)
+    train = config.train
+    if train.train_iters is not None:
+        return train.train_iters
+    return iterations_for(train, train.train_epochs * data.dataset.packs_per_epoch)

@@ -1,4 +1,4 @@
-"""Learning-rate schedule: linear warm-up, then constant, linear or cosine decay; a pure function of the iteration."""
+"""Learning-rate schedule: linear warm-up, then a decay in Megatron's shapes; a pure function of the iteration."""
 
 from __future__ import annotations
 
@@ -6,19 +6,28 @@ import math
 
 from megatron_glm.config import OptimizerConfig
 
+# What is left of the decay when the share x of it has passed: 1 at x = 0, 0 at x = 1.
+SHAPES = {
+    "constant": lambda x: 1.0,
+    "linear": lambda x: 1.0 - x,
+    "cosine": lambda x: 0.5 * (1.0 + math.cos(math.pi * x)),
+    "exponential": lambda x: 2.0 * 0.5**x - 1.0,
+    "minus_sqrt": lambda x: 1.0 - math.sqrt(x),
+}
+
 
 def learning_rate(config: OptimizerConfig, iteration: int, train_iters: int) -> float:
     """Rate of the optimizer step `iteration` (the first is 1) of `train_iters`.
 
     Warm-up rises linearly and reaches the peak in its last iteration; the iteration after it starts the decay at the
-    peak, which arrives at `min_lr` after `lr_decay_iters` iterations and stays there.
+    peak, which arrives at `min_lr` after `lr_decay_iters` iterations and stays there. WSD (warm-up, stable, decay)
+    decays in the last `lr_wsd_decay_iters` of them only.
     """
-    warmup = config.lr_warmup_iters
+    warmup, style = config.lr_warmup_iters, config.lr_decay_style
     if iteration <= warmup:
         return config.lr * iteration / warmup
-    if config.lr_decay_style == "constant":
-        return config.lr
-    decay = max(1, (config.lr_decay_iters or train_iters) - warmup)
-    progress = min(1.0, (iteration - 1 - warmup) / decay)
-    remaining = 1.0 - progress if config.lr_decay_style == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.min_lr + (config.lr - config.min_lr) * remaining
+    end, start = config.lr_decay_iters or train_iters, warmup
+    if style == "WSD":
+        style, start = config.lr_wsd_decay_style, end - config.lr_wsd_decay_iters
+    passed = min(1.0, max(0.0, (iteration - 1 - start) / max(1, end - start)))
+    return config.min_lr + (config.lr - config.min_lr) * SHAPES[style](passed)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_glm.config import OptimizerConfig
@@ -53,19 +53,26 @@ def trained_parameters(chunks: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Pa
 
 
 @torch.no_grad()
-def gradient_norm(chunks: Iterable[nn.Module], world: ProcessGroup) -> float:
-    """L2 norm of the gradient of the whole model: one all-reduce over `world`.
+def gradient_squares(chunks: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """This rank's share of the squared L2 norm of each gradient, by name: fp64 scalars whose sum over all ranks it is.
 
-    Each rank adds the squares of its own shards divided by the number of ranks that hold the same shard, so that a
+    A rank adds the squares of its own shard divided by the number of ranks that hold the same shard, so that a
     replicated element counts once. Gradients must already be complete (summed over data and tensor ranks).
     """
-    gradients, weights = [], []
-    for _, parameter, shard in trained_parameters(chunks):
+    names, gradients, weights = [], [], []
+    for name, parameter, shard in trained_parameters(chunks):
         if parameter.grad is not None:
+            names.append(name)
             gradients.append(local(parameter.grad))
             weights.append(1.0 / math.prod(group.size() for group in shard.replica_groups))
-    norms = torch.stack(torch._foreach_norm(gradients)).double()
-    total = (norms.square() * torch.tensor(weights, dtype=torch.float64, device=norms.device)).sum()
+    squares = torch.stack(torch._foreach_norm(gradients)).double().square()
+    squares *= torch.tensor(weights, dtype=torch.float64, device=squares.device)
+    return dict(zip(names, squares.unbind(), strict=True))
+
+
+def gradient_norm(squares: dict[str, Tensor], world: ProcessGroup) -> float:
+    """L2 norm of the gradient of the whole model: one all-reduce of `gradient_squares` over `world`."""
+    total = torch.stack(list(squares.values())).sum()
     dist.all_reduce(total, group=world)
     return total.sqrt().item()
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,8 @@ from megatron_glm.parallel.pipeline.p2p import Boundary, GroupTransport
 from megatron_glm.parallel.pipeline.runner import Runner
 from megatron_glm.parallel.pipeline.schedule import build_schedule
 from megatron_glm.training.initialize import current_device, pipeline_layout
-from megatron_glm.training.optimizer import clip_gradients, gradient_norm, trained_parameters
+from megatron_glm.training.optimizer import clip_gradients, gradient_norm, gradient_squares, trained_parameters
+from megatron_glm.training.statistics import statistics
 
 
 class Requests(NamedTuple):
@@ -55,6 +56,7 @@ class StepResult:
     grad_norm: float
     counts: StepCounts
     fault: str | None = None
+    statistics: dict[str, Any] = field(default_factory=dict)
 
 
 def train_step(
@@ -65,6 +67,7 @@ def train_step(
     config: RunConfig,
     learning_rate: float,
     counts: StepCounts | None = None,
+    with_statistics: bool = False,
 ) -> StepResult:
     """Gradients of all micro-batches of this rank, clipped, applied; the router's biases follow.
 
@@ -72,6 +75,7 @@ def train_step(
 
     Args:
         counts: what `count` said of these batches; without it, it is asked here.
+        with_statistics: collect `statistics`, which costs a reduction more.
     Raises:
         FloatingPointError: if the loss or the gradient is not finite, with --on-nan stop.
     """
@@ -81,7 +85,8 @@ def train_step(
     losses = run_micro_batches(chunks, batches, groups, config, divisor=max(counts.loss_tokens, 1))
     reduce_partial_gradients(chunks)
     mean_loss = sum_over_ranks(losses, groups)
-    grad_norm = gradient_norm(chunks, groups.world)
+    squares = gradient_squares(chunks)
+    grad_norm = gradient_norm(squares, groups.world)
     routers = [router for chunk in chunks for router in chunk.routers()]
     if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
         fault = f"lm loss is {mean_loss} and grad norm {grad_norm}: {first_not_finite(chunks, losses, groups)}"
@@ -97,8 +102,9 @@ def train_step(
         group["lr"] = learning_rate
     optimizer.step()
     optimizer.zero_grad()
-    update_router_biases(routers, config.optimizer.moe_router_bias_update_rate)
-    return StepResult(mean_loss, grad_norm, counts)
+    router_counts = update_router_biases(routers, config.optimizer.moe_router_bias_update_rate)
+    more = statistics(chunks, squares, router_counts, groups) if with_statistics else {}
+    return StepResult(mean_loss, grad_norm, counts, statistics=more)
 
 
 def run_micro_batches(

@@ -24,7 +24,7 @@ ALLOWED = {
     "training": CONFIG | {"parallel", "ops", "model", "data", "checkpoint", "training"},
 }
 # top-level modules that belong to a part
-MODULE_PARTS = {"model_config": "config", "arguments": "config", "flops": "config"}
+MODULE_PARTS = dict.fromkeys(("model_config", "data_config", "section", "arguments", "flops"), "config")
 
 
 def part_of(module: str) -> str:

@@ -34,3 +34,34 @@ def test_cosine_is_half_way_in_the_middle_and_ends_at_the_minimum():
 def test_decay_lasts_as_long_as_the_run_unless_told():
     assert rates(8) == rates(12, lr_decay_iters=8)[:8]
     assert rates(4, lr_warmup_iters=4) == pytest.approx([0.25, 0.5, 0.75, 1.0])
+
+
+def test_wsd_stays_at_the_peak_and_decays_at_the_end_in_megatrons_shapes():
+    wsd = {"lr_decay_style": "WSD", "lr_warmup_iters": 2, "lr_decay_iters": 10, "lr_wsd_decay_iters": 4}
+    for style, half in (
+        ("linear", 0.5),
+        ("cosine", 0.5),
+        ("exponential", 2 * 0.5**0.5 - 1),
+        ("minus_sqrt", 1 - 0.5**0.5),
+    ):
+        values = rates(lr_wsd_decay_style=style, **wsd)
+        assert values[:7] == pytest.approx([0.5] + [1.0] * 6)
+        assert values[8] == pytest.approx(0.1 + 0.9 * half)
+        assert values[6:] == sorted(values[6:], reverse=True) and values[10:] == pytest.approx([0.1, 0.1])
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"lr_decay_style": "WSD"}, "--lr-decay-style WSD with --lr-wsd-decay-iters None"),
+        ({"lr_wsd_decay_iters": 3}, "--lr-decay-style cosine with --lr-wsd-decay-iters 3"),
+        (
+            {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 8, "lr_warmup_iters": 3},
+            "--lr-warmup-iters (3) + --lr-wsd-decay-iters (8) are above --train-iters (10)",
+        ),
+    ],
+)
+def test_wsd_flags_that_contradict_are_refused(fields, words):
+    with pytest.raises(ValueError) as error:
+        OptimizerConfig(**fields).check(10)
+    assert words in str(error.value)

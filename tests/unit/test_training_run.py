@@ -37,7 +37,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(run):
     log = records("whole.jsonl")
     assert [r["iteration"] for r in log] == list(range(1, 7))
     assert [r["iteration"] for r in log if "valid_lm_loss" in r] == [3, 6]
-    assert set(log[0]) == {"iteration", "lm_loss", "grad_norm", "learning_rate", "loss_tokens"}
+    step = {"iteration", "consumed_samples", "global_batch_size", "learning_rate", "loss_tokens", "lm_loss"}
+    statistics = {"grad_norms", "router_load", "expert_bias_min", "expert_bias_max"}
+    assert set(log[0]) == step | {"grad_norm"} | statistics
     assert log[5]["lm_loss"] < log[0]["lm_loss"]
 
 
@@ -85,6 +87,7 @@ def test_the_log_line_is_megatrons(run, capsys):
         "tokens/s/GPU",
         "TFLOP/s/GPU",
         "learning rate",
+        "global batch size",
         "lm loss",
         "grad norm",
     ]

@@ -1,0 +1,53 @@
+"""The two kinds of data that a script trains on, as sections of the configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_glm.section import Section, flag_name, option
+
+
+@dataclass(frozen=True)
+class DataConfig(Section):
+    data_path: tuple[str, ...] = option((), "training data: JSONL or Parquet files, folders or globs")
+    valid_data_path: tuple[str, ...] = option((), "validation data, as --data-path")
+    tokenizer_model: str | None = option(
+        None, "tokenizer.json, .model or their folder (default: the checkpoint's hf/ folder)"
+    )
+    seq_length: int = option(4096, "tokens of one pack")
+    packing: Literal["best-fit", "none"] = option("best-fit", "fill packs with several documents, or one each")
+    overlong: Literal["truncate", "split"] = option("truncate", "what happens to documents above --seq-length")
+    skip_bad_rows: bool = option(False, "count and skip malformed rows instead of stopping")
+
+    def check(self) -> None:
+        """Refuses a run without data."""
+        if not self.data_path:
+            raise ValueError("--data-path is required")
+
+
+@dataclass(frozen=True)
+class PretrainDataConfig(Section):
+    data_path: tuple[str, ...] = option(
+        (), "prefixes of .bin/.idx files, each maybe after its weight (0.7 A 0.3 B), shared out by --split"
+    )
+    train_data_path: tuple[str, ...] = option((), "training data instead of --data-path, in the same form")
+    valid_data_path: tuple[str, ...] = option((), "validation data, with --train-data-path")
+    test_data_path: tuple[str, ...] = option((), "test data, with --train-data-path")
+    split: str = option("969,30,1", "shares of --data-path for training, validation and test")
+    data_cache_path: str | None = option(None, "folder for the sample indices (default: beside the data)")
+    no_document_mask: bool = option(False, "let tokens see the documents before their own in the same sample")
+    seq_length: int = option(4096, "tokens of one sample")
+    mock_data: bool = option(False, "train on made-up tokens, without files")
+
+    def check(self) -> None:
+        """Refuses no source of data, and more than one."""
+        sources = {"data_path": self.data_path, "train_data_path": self.train_data_path, "mock_data": self.mock_data}
+        given = [flag_name(name) for name, value in sources.items() if value]
+        if len(given) != 1:
+            raise ValueError(
+                f"give one of --data-path, --train-data-path and --mock-data, not {' and '.join(given) or 'none'}"
+            )
+        for name in ("valid_data_path", "test_data_path"):
+            if getattr(self, name) and not self.train_data_path:
+                raise ValueError(f"{flag_name(name)} goes with --train-data-path; {given[0]} is split by itself")

@@ -1,0 +1,87 @@
+"""What a logged iteration says beyond loss and norm: gradient norms by kind of module, the routers, memory.
+
+Each number is of the whole model in every layout. All of it is one sum and one maximum over the ranks.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_glm.config import ModelConfig
+from megatron_glm.model.glm import GLMChunk
+from megatron_glm.parallel.groups import ParallelGroups
+
+MODULES = ("embedding", "attention", "indexer", "router", "experts", "mlp", "norms", "head", "mtp")
+
+
+def module_of(name: str, model: ModelConfig) -> str:
+    """The one of MODULES that a parameter belongs to, by its canonical name."""
+    if name.startswith("layers.") and int(name.split(".")[1]) >= model.num_hidden_layers:
+        return "mtp"
+    if ".indexer." in name:
+        return "indexer"
+    if name.endswith("norm.weight"):
+        return "norms"
+    places = {"embed_tokens.": "embedding", "lm_head.": "head", ".self_attn.": "attention", ".mlp.gate.": "router"}
+    places |= {".mlp.experts.": "experts", ".mlp.": "mlp"}  # the last one: dense layers and shared experts
+    return next(module for place, module in places.items() if place in name)
+
+
+@torch.no_grad()
+def statistics(
+    chunks: Sequence[GLMChunk],
+    squares: dict[str, Tensor],
+    router_counts: Sequence[Tensor],
+    groups: ParallelGroups,
+) -> dict[str, Any]:
+    """Collective over all ranks.
+
+    Args:
+        squares: this rank's share of each gradient's squared norm, as `gradient_squares` gives them.
+        router_counts: tokens of the step by expert [E] of each router of this rank, summed over the stage.
+    Returns:
+        grad_norms: by module, those without a trained parameter left out;
+        router_load: tokens of the busiest expert over the mean, by layer;
+        expert_bias_min, expert_bias_max: of the routers' correction bias, by layer;
+        peak_memory_bytes: of the rank that needed most.
+    """
+    model = chunks[0].config
+    moe_layers = [layer for layer in range(model.num_hidden_layers) if model.is_moe(layer)]
+    norms = torch.zeros(2, len(MODULES), dtype=torch.float64)  # squares, and how many tensors were trained
+    for name, square in zip(squares, torch.stack(list(squares.values())).tolist(), strict=True):
+        norms[:, MODULES.index(module_of(name, model))] += torch.tensor([square, 1.0], dtype=torch.float64)
+    routed = torch.zeros(len(moe_layers), 3, dtype=torch.float64)  # load, smallest and largest bias
+    if groups.tp_cp_dp.rank() == 0:  # all ranks of a stage know the same
+        mine = [layer for chunk in chunks for layer in chunk.layer_ids if model.is_moe(layer)]
+        routers = [router for chunk in chunks for router in chunk.routers()]
+        for layer, router, counts in zip(mine, routers, router_counts, strict=True):
+            load = counts.max() * counts.numel() / counts.sum().clamp(min=1)
+            bias = router.e_score_correction_bias
+            routed[moe_layers.index(layer)] = torch.stack([load, bias.min(), bias.max()]).double().cpu()
+    total = torch.cat([norms.flatten(), routed.flatten()])
+    dist.all_reduce(total, group=groups.gloo_world)
+    memory = torch.tensor(peak_memory_bytes())
+    dist.all_reduce(memory, op=dist.ReduceOp.MAX, group=groups.gloo_world)
+    norms, routed = total[: norms.numel()].view_as(norms), total[norms.numel() :].view_as(routed)
+    by_layer = {
+        key: {f"layer_{layer:02d}": value for layer, value in zip(moe_layers, column, strict=True)}
+        for key, column in zip(("router_load", "expert_bias_min", "expert_bias_max"), routed.T.tolist(), strict=True)
+    }
+    trained = norms[1] > 0
+    by_module = {m: norm for m, norm, t in zip(MODULES, norms[0].sqrt().tolist(), trained, strict=True) if t}
+    return {"grad_norms": by_module, **by_layer, "peak_memory_bytes": memory.item()}
+
+
+def peak_memory_bytes() -> int:
+    """Largest device memory of this process so far; on CPU its largest resident set."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
