@@ -6,10 +6,11 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
-from .packing import PackedBatch, best_fit, build_batch, cut
+from .packing import PackedBatch, Piece, best_fit, build_batch, cut
 from .records import RowReader, TextRow, TokenRow, find_files, parse_row, read_rows
 
 ROWS_PER_CHUNK = 128  # rows of text that are tokenised together
@@ -183,6 +184,10 @@ class PackedDataset:
         pieces = self._pieces[self._piece_numbers(index)].tolist()
         return [(self.documents.tokens[a:b], self.documents.targets[a:b]) for a, b in pieces]
 
+    def sample_id(self, index: int) -> str:
+        """Where the first document of pack `index` begins: "token+" its place among all tokens of the data."""
+        return f"token+{self._pieces[self._piece_numbers(index)[0]][0]}"
+
     def loss_tokens(self, indices: Iterable[int]) -> int:
         """Loss tokens of these packs together, counted without building them."""
         return int(sum(self._losses[self._piece_numbers(index)].sum() for index in indices))
@@ -204,6 +209,19 @@ class PackedDataset:
         return descending[self._slots], random.permutation(self.packs_per_epoch)
 
 
+class Packs(Protocol):
+    """What micro-batches are made of: packs that depend on their number alone."""
+
+    seq_length: int
+
+    @property
+    def packs_per_epoch(self) -> int: ...
+
+    def pack(self, index: int) -> Sequence[Piece | tuple[np.ndarray, np.ndarray]]: ...
+
+    def sample_id(self, index: int) -> str: ...
+
+
 @dataclass(frozen=True)
 class MicroBatches:
     """Cuts the packs of a step into the micro-batches of one data-parallel rank.
@@ -212,7 +230,7 @@ class MicroBatches:
     layout: nothing else is needed to resume.
     """
 
-    dataset: PackedDataset
+    dataset: Packs
 
     def batch(
         self,
@@ -225,6 +243,10 @@ class MicroBatches:
         """The micro-batches of a rank, each of micro_batch_size packs, T = micro_batch_size * seq_length."""
         indices = range(consumed_samples, consumed_samples + global_batch_size)
         return self._build(indices, micro_batch_size, dp_rank, dp_size)
+
+    def sample_ids(self, consumed_samples: int, global_batch_size: int) -> list[str]:
+        """What the packs of a step are, whatever the layout: equal runs have equal ids, step for step."""
+        return [self.dataset.sample_id(i) for i in range(consumed_samples, consumed_samples + global_batch_size)]
 
     def loss_tokens(self, consumed_samples: int, global_batch_size: int) -> int:
         """Loss tokens of the whole global batch, all ranks together."""

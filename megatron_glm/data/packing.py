@@ -5,11 +5,20 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 IGNORE = -100
+
+
+class Piece(NamedTuple):
+    """A document, or the part of one that a pack holds."""
+
+    ids: np.ndarray  # [n] integers
+    targets: np.ndarray  # [n] bool: is token j to be predicted
+    cut: bool = False  # the last of ids is no part of the pack: it only is the label of the token before it
 
 
 @dataclass(frozen=True)
@@ -29,23 +38,25 @@ class PackedBatch:
         return int(self.loss_mask.sum())
 
 
-def build_batch(documents: Sequence[tuple[np.ndarray, np.ndarray]], total: int) -> PackedBatch:
-    """The documents, each (token ids [n], is token j to be predicted [n] bool), as one batch of `total` tokens.
+def build_batch(documents: Sequence[Piece | tuple[np.ndarray, np.ndarray]], total: int) -> PackedBatch:
+    """The documents, each a Piece or its (ids, targets), as one batch of `total` tokens.
 
     This is the only place that shifts: position j gets token j + 1 and its flag, if both are of the same document.
     """
-    lengths = tuple(len(ids) for ids, _ in documents)
+    pieces = [Piece(*document) for document in documents]
+    lengths = tuple(len(piece.ids) - piece.cut for piece in pieces)
     padding = total - sum(lengths)
     if padding < 0:
         raise ValueError(f"documents of {sum(lengths)} tokens do not fit into a batch of {total}")
     tokens, position_ids = np.zeros(total, np.int64), np.zeros(total, np.int64)
     labels, loss_mask = np.full(total, IGNORE, np.int64), np.zeros(total, bool)
     start = 0
-    for (ids, targets), length in zip(documents, lengths, strict=True):
+    for (ids, targets, cut_off), length in zip(pieces, lengths, strict=True):
         end = start + length
-        tokens[start:end] = ids
-        labels[start : end - 1] = ids[1:]
-        loss_mask[start : end - 1] = targets[1:]
+        labelled = end if cut_off else end - 1
+        tokens[start:end] = ids[:length]
+        labels[start:labelled] = ids[1:]
+        loss_mask[start:labelled] = targets[1:]
         position_ids[start:end] = np.arange(length)
         start = end
     arrays = (torch.from_numpy(array) for array in (tokens, labels, loss_mask, position_ids))

@@ -1,0 +1,123 @@
+"""Which data set of a weighted blend each sample comes from, and the index files that ranks share."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+import math
+import os
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ENTRY = np.dtype([("part", np.int32), ("number", np.int64)])
+
+
+def parse_blend(entries: Sequence[str], flag: str) -> tuple[list[str], list[Fraction] | None]:
+    """(prefixes, their weights) of `0.7 A 0.3 B`, or (prefixes, None) of `A B`. Weights are exact decimals.
+
+    Raises ValueError, naming the flag, for weights in some places only, below 0, not finite, or all 0.
+    """
+    numbers = [_is_number(entry) for entry in entries]
+    if not any(numbers):
+        return list(entries), None
+    if len(entries) % 2 or numbers != [True, False] * (len(entries) // 2):
+        raise ValueError(
+            f"{flag} {' '.join(entries)}: give every prefix a weight before it, or none"
+            " (a prefix that looks like a number can be written ./NUMBER)"
+        )
+    weights = []
+    for text in entries[::2]:
+        try:
+            weights.append(Fraction(text))
+        except ValueError as error:
+            raise ValueError(f"{flag}: the weight {text} is not a finite number") from error
+        if weights[-1] < 0:
+            raise ValueError(f"{flag}: the weight {text} is below 0")
+    if not sum(weights):
+        raise ValueError(f"{flag} {' '.join(entries)}: the weights sum to 0")
+    return list(entries[1::2]), weights
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def whole_weights(weights: Sequence[Fraction | int]) -> list[int]:
+    """The smallest whole numbers in the same proportion; their sum is the period of the blend."""
+    scale = math.lcm(*(Fraction(weight).denominator for weight in weights))
+    whole = [int(weight * scale) for weight in weights]
+    return [weight // math.gcd(*whole) for weight in whole]
+
+
+def deal(weights: Sequence[int], slots: int) -> np.ndarray:
+    """Which part each of the first `slots` samples is from, and which of the part's samples it is: ENTRY [slots].
+
+    Of the first n samples, a part of weight w has more than n w / sum - 1 and fewer than n w / sum + 1, for every n.
+    So its sample j has the first slot floor(j sum / w) and the last slot ceil((j + 1) sum / w) - 1, and a schedule of
+    all exists (Tijdeman, The chairman assignment problem, 1980); taking the open sample with the earliest last slot
+    finds one, as it finds any schedule of unit jobs. The largest deficit first, the usual rule, strays further: by
+    up to 1.7 samples in trials with 4 to 12 random weights.
+    """
+    total = sum(weights)
+    done = [0] * len(weights)
+    ready: list[tuple[int, int]] = []  # (last slot, part)
+    waiting = [(0, part) for part in range(len(weights))]  # (first slot, part)
+    chosen = np.empty(slots, np.int32)
+    for slot in range(slots):
+        while waiting and waiting[0][0] <= slot:
+            part = heapq.heappop(waiting)[1]
+            heapq.heappush(ready, (-(-(done[part] + 1) * total // weights[part]) - 1, part))
+        part = heapq.heappop(ready)[1]
+        chosen[slot] = part
+        done[part] += 1
+        heapq.heappush(waiting, (done[part] * total // weights[part], part))
+    table = np.empty(slots, ENTRY)
+    table["part"] = chosen
+    for part in range(len(weights)):
+        mine = np.flatnonzero(chosen == part)
+        table["number"][mine] = np.arange(len(mine))
+    return table
+
+
+def cache_key(**what: Any) -> str:
+    """A name for everything that a cached array depends on."""
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def save_array(path: Path, array: np.ndarray) -> None:
+    """Writes a .npy file that has its name only when it is whole."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            np.save(file, array, allow_pickle=False)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ValueError(f"cannot write the index {path}: {error.strerror}; give another --data-cache-path") from error
+
+
+def open_array(path: Path, shape: tuple[int, ...]) -> np.ndarray:
+    """Memory-maps what save_array wrote; raises ValueError if it is missing or not of this shape."""
+    if not path.is_file():
+        raise ValueError(
+            f"the index {path} is not there: one rank built it, and all must see it (and the data with the same times"
+            " of change); give a --data-cache-path that all nodes share"
+        )
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise ValueError(f"the index {path} is damaged, remove it: {error}") from error
+    if array.shape != shape:
+        raise ValueError(f"the index {path} is damaged, remove it: it has the shape {array.shape}, expected {shape}")
+    return array.view(np.ndarray)
