@@ -152,6 +152,8 @@ def resolve(flags: argparse.Namespace, data: DataSection = DataConfig) -> RunCon
     if source is None and checkpoint is None:
         raise ValueError("give --hf-config DIR or PRESET, or --load a checkpoint: the model has no shape yet")
     overrides = {f.name: given[f.name] for f in dataclasses.fields(ModelConfig) if f.name in given}
+    if source is not None and checkpoint is not None:
+        _require_same_model(source, checkpoint, overrides)
     model = ModelConfig.from_hf(source or checkpoint, **overrides)
     candidates = [Path(source)] if source else []
     candidates += [checkpoint / "hf"] if checkpoint else []
@@ -159,10 +161,32 @@ def resolve(flags: argparse.Namespace, data: DataSection = DataConfig) -> RunCon
     return RunConfig(model=model, hf_folder=hf_folder, **sections)
 
 
+def _require_same_model(source: str, checkpoint: Path, overrides: dict[str, Any]) -> None:
+    """Refuses a checkpoint of another model than --hf-config says: the shapes alone do not tell GLM-5 from GLM-5.2.
+
+    Fields that a flag overrides may differ, and those that do not enter the forward.
+    """
+    if not (checkpoint / "config.json").is_file():
+        return  # no complete checkpoint, as loading it will say
+    free = {"dtype", "pad_token_id", "eos_token_id", "initializer_range", "max_position_embeddings", *overrides}
+    free |= {"indexer_types", "mlp_layer_types"} if "num_hidden_layers" in overrides else set()
+    wanted, stored = ModelConfig.from_hf(source), ModelConfig.from_hf(checkpoint)
+    for field in dataclasses.fields(ModelConfig):
+        ours, theirs = getattr(wanted, field.name), getattr(stored, field.name)
+        if field.name not in free and ours != theirs:
+            raise ValueError(
+                f"--load {checkpoint} is of another model: its {field.name} is {theirs}, that of --hf-config {source} "
+                f"is {ours}; load the right one, or leave --hf-config out"
+            )
+
+
 def _latest_checkpoint(load: str) -> Path:
     tracker = Path(load) / "latest_checkpointed_iteration.txt"
     if not tracker.is_file():
-        raise ValueError(f"--load {load}: the folder holds no checkpoint ({tracker.name} is missing)")
+        raise ValueError(
+            f"--load {load}: the folder holds no checkpoint ({tracker.name} is missing); tools/convert_hf.py makes one "
+            "of a Hugging Face folder"
+        )
     text = tracker.read_text().strip()
     if not text.isdecimal():
         raise ValueError(f"--load {load}: {tracker.name} holds {text!r}, it should hold an iteration number")

@@ -22,6 +22,8 @@ PACKAGES = {
     "tilelang": {"tilelang": "tilelang", "tvm_ffi": "apache-tvm-ffi", "z3": "z3-solver"},
 }
 
+HOPPER = "a Hopper GPU"
+
 
 def lacking(backend: str, dense_rows: str = "off") -> list[str]:
     """What `backend` needs and this machine does not have, in words; empty if it can run."""
@@ -30,7 +32,7 @@ def lacking(backend: str, dense_rows: str = "off") -> list[str]:
     packages = PACKAGES[backend] | (DENSE if dense_rows == "auto" else {})
     missing = [package for module, package in packages.items() if find_spec(module) is None]
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        missing.append("a Hopper GPU")
+        missing.append(HOPPER)
     return missing
 
 
@@ -42,8 +44,9 @@ def load(backend: str, dense_rows: str = "auto", deterministic: bool = False) ->
     Raises:
         ValueError: if something is missing; it lists every choice and what that lacks.
     """
-    if lacking(backend, dense_rows):
-        raise ValueError(f"--attention-backend {backend} cannot run here: {_choices(dense_rows)}")
+    if lacks := lacking(backend, dense_rows):
+        install = "" if lacks == [HOPPER] else "; pip install 'megatron-glm[gpu]' has the packages"
+        raise ValueError(f"--attention-backend {backend} cannot run here: {_choices(dense_rows)}{install}")
     if backend == "torch":
         return
     if deterministic and backend == "cudnn":
