@@ -49,7 +49,7 @@ def main() -> None:
 
     validation = packed(config.data.valid_data_path, config) if config.data.valid_data_path else None
     optimizer = build_optimizer(chunks, config.optimizer)
-    progress = load_checkpoint(config, chunks, optimizer, groups)
+    progress = load_checkpoint(config, chunks, optimizer, groups, data)
     train(config, chunks, optimizer, data, validation, groups, progress)
 
 

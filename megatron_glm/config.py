@@ -205,9 +205,11 @@ class TrainConfig(Section):
     train_epochs: int | None = option(None, "passes over the data, instead of --train-iters")
     seed: int = option(1234, "seed of the initial weights and the order of the data", minimum=0)
     bf16: bool = option(False, "compute in bfloat16 with fp32 master weights and reductions (default: fp32)")
-    eval_interval: int = option(100, "iterations between validations, with --valid-data-path")
+    eval_interval: int = option(100, "iterations between validations, if there is validation data")
     eval_iters: int | None = option(None, "global batches of one validation (default: the whole set once)")
-    eval_only: bool = option(False, "one pass over --data-path without training, print the loss and stop")
+    eval_only: bool = option(
+        False, "print the loss and stop: of --data-path (fine-tuning), of validation and test data (pre-training)"
+    )
     exit_interval: int | None = option(None, "save and exit after an iteration that this divides")
     exit_duration_in_mins: int | None = option(None, "save and exit this many minutes after the start")
     on_nan: Literal["stop", "skip"] = option(
@@ -256,6 +258,7 @@ class LoggingConfig(Section):
     log_file: str | None = option(
         None, "write one JSON object an iteration to this file; a resumed run continues it after its checkpoint"
     )
+    log_samples: bool = option(False, "name the samples of each iteration in --log-file: where each begins in the data")
     tensorboard_dir: str | None = option(None, "folder for TensorBoard")
     wandb_project: str | None = option(None, "log to this project of Weights & Biases (WANDB_MODE=offline: on disk)")
     wandb_exp_name: str | None = option(None, "name of the run in Weights & Biases")
@@ -279,6 +282,8 @@ class LoggingConfig(Section):
         for rank in self.profile_ranks if self.profile else ():
             if not 0 <= rank < world_size:
                 raise ValueError(f"--profile-ranks names rank {rank}, the ranks are 0 to {world_size - 1}")
+        if self.log_samples and self.log_file is None:
+            raise ValueError("--log-samples needs --log-file")
         if self.wandb_exp_name is not None and self.wandb_project is None:
             raise ValueError(f"--wandb-exp-name {self.wandb_exp_name} needs --wandb-project")
 

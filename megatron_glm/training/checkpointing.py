@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import uuid
+import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,10 +12,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_glm.checkpoint import sharded
-from megatron_glm.config import RunConfig, flag_name
+from megatron_glm.config import PretrainDataConfig, RunConfig, flag_name
+from megatron_glm.data.loader import MicroBatches
 from megatron_glm.model.glm import GLMChunk
 from megatron_glm.parallel.fsdp import rectangle
 from megatron_glm.parallel.groups import ParallelGroups
@@ -23,6 +26,7 @@ from megatron_glm.training.logging import log
 from megatron_glm.training.optimizer import trained_parameters
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+FINGERPRINT_PACKS = 16  # packs that tell one set of data from another
 
 
 @dataclass
@@ -55,7 +59,9 @@ class Saver:
         optimizer: torch.optim.Optimizer,
         groups: ParallelGroups,
         progress: Progress,
+        data: MicroBatches,
     ) -> None:
+        self.data_order = data_order(config, data)
         self.config, self.chunks, self.optimizer, self.groups = config, chunks, optimizer, groups
         self.hf_files = None if config.hf_folder is None else Path(config.hf_folder)
         self.saved: int | None = progress.iteration  # what is on disk, or on its way; a run starts with nothing to save
@@ -94,7 +100,7 @@ class Saver:
             "consumed_samples": progress.consumed_samples,
             "run_id": progress.run_id,
             "optimizer_steps": optimizer_steps(self.optimizer),
-            **data_order(self.config),
+            **self.data_order,
         }
         rectangles = model_rectangles(self.chunks) + optimizer_rectangles(self.chunks, self.optimizer)
         if self.config.checkpoint.async_save:
@@ -186,12 +192,15 @@ def load_checkpoint(
     chunks: Sequence[GLMChunk],
     optimizer: torch.optim.Optimizer | None,
     groups: ParallelGroups,
+    data: MicroBatches | None = None,
 ) -> Progress:
     """Fill model and optimizer from the latest checkpoint of --load and say where that run stood.
 
     Weights only, at iteration 0, without an optimizer, with --finetune and from a converted checkpoint; weights only,
     but at the iteration and data position of the checkpoint, with --no-load-optim.
 
+    Args:
+        data: what this run trains on; needed where an optimizer is given.
     Raises:
         ValueError: if the checkpoint is of another model, or resuming it would deal other data.
     """
@@ -204,10 +213,11 @@ def load_checkpoint(
     what = "weights only"
     if resume:
         state = sharded.read_state(folder, iteration)
-        for name, value in data_order(config).items():
-            if state[name] != value:
+        for name, value in data_order(config, data).items():
+            if (was := state.get(name)) != value:
+                what = "on other data: its fingerprint is" if name == "data" else f"with {flag_name(name)}"
                 raise ValueError(
-                    f"{folder} was trained with {flag_name(name)} {state[name]}, this run has {value}; "
+                    f"{folder} was trained {what} {was}, this run has {value}; "
                     "--finetune starts a new run from its weights"
                 )
         progress = Progress(iteration, state["consumed_samples"], state["run_id"])
@@ -221,15 +231,23 @@ def load_checkpoint(
     return progress
 
 
-def data_order(config: RunConfig) -> dict[str, Any]:
-    """The settings that decide which documents are in which step."""
-    data = config.data
-    return {
-        "seed": config.train.seed,
-        "seq_length": data.seq_length,
-        "packing": data.packing,
-        "overlong": data.overlong,
-    }
+def data_order(config: RunConfig, data: MicroBatches) -> dict[str, Any]:
+    """What decides which documents are in which step: settings by their flags' names, and `data`, a fingerprint."""
+    settings: dict[str, Any] = {"seed": config.train.seed, "seq_length": config.data.seq_length}
+    if isinstance(config.data, PretrainDataConfig):
+        settings |= {"split": config.data.split, "no_document_mask": config.data.no_document_mask}
+    else:
+        settings |= {"packing": config.data.packing, "overlong": config.data.overlong}
+    return settings | {"data": fingerprint(data)}
+
+
+def fingerprint(data: MicroBatches) -> str:
+    """CRC-32 of the first packs. All documents are shuffled, so that any other number or length of them changes it."""
+    crc = 0
+    for index in range(FINGERPRINT_PACKS):
+        for ids, targets, *_ in data.dataset.pack(index):
+            crc = zlib.crc32(targets.tobytes(), zlib.crc32(ids.astype(np.int32).tobytes(), crc))
+    return f"{crc:08x}"
 
 
 def optimizer_steps(optimizer: torch.optim.Optimizer) -> int:

@@ -51,7 +51,7 @@ def train(
         log(f"nothing to train: iteration {progress.iteration} of {train_iters} is reached")
     with (
         noted_signals(config.checkpoint.save is not None) as signals,
-        Saver(config, chunks, optimizer, groups, progress) as saver,
+        Saver(config, chunks, optimizer, groups, progress, data) as saver,
         IterationLog(config.logging, train_iters, open_sinks(config, progress, groups)) as iteration_log,
         Profiler(config.logging) as profiler,
     ):
@@ -70,7 +70,8 @@ def train(
                 if counts.requests.preempted:
                     sys.exit(REQUEUE)
                 return
-            record = next_step(config, chunks, batches, optimizer, groups, progress, counts, iteration_log)
+            ids = sample_ids(config, data, progress)
+            record = ids | next_step(config, chunks, batches, optimizer, groups, progress, counts, iteration_log)
             seconds = time.perf_counter() - start
             iteration = progress.iteration
             leave = iteration == train_iters or divides(config.train.exit_interval, iteration)
@@ -111,6 +112,14 @@ def next_step(
     if result.fault is not None:
         return record | {"lm_loss": None, "grad_norm": None, "skipped": result.fault}
     return record | {"lm_loss": result.loss, "grad_norm": result.grad_norm, **result.statistics}
+
+
+def sample_ids(config: RunConfig, data: MicroBatches, progress: Progress) -> dict[str, list[str]]:
+    """What the next step is made of, with --log-samples."""
+    if not config.logging.log_samples:
+        return {}
+    size = batch_size(config.train, progress.consumed_samples)
+    return {"samples": data.sample_ids(progress.consumed_samples, size)}
 
 
 def divides(interval: int | None, iteration: int) -> bool:

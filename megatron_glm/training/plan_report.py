@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_glm.arguments import add_plan_flags, build_parser, resolve
-from megatron_glm.config import RunConfig
+from megatron_glm.arguments import DataSection, add_plan_flags, build_parser, resolve
+from megatron_glm.config import DataConfig, PretrainDataConfig, RunConfig, flag_name
+from megatron_glm.data.blend import parse_blend
 from megatron_glm.flops import training_flops
 from megatron_glm.model.plan import work_per_rank
 from megatron_glm.training.planning import GIB, Plan
@@ -19,12 +20,15 @@ PLAN_FLAGS = ("dry_run", "nnodes", "nproc_per_node", "gpu_memory_gb")
 CUDA_BACKEND = "cudnn"  # what --attention-backend is on a GPU by default
 
 
-def print_plan(arguments: Sequence[str] | None = None, description: str | None = None) -> None:
+def print_plan(
+    arguments: Sequence[str] | None = None, description: str | None = None, data: DataSection = DataConfig
+) -> None:
     """Prints the plan of these flags; a layout that cannot be ends with one line and exit code 2.
 
-    The number of ranks is --nnodes x --nproc-per-node, else WORLD_SIZE, else 1. That it does not fit is no error.
+    `data`: the kind of data that the planned script trains on. The number of ranks is --nnodes x --nproc-per-node, else
+    WORLD_SIZE, else 1. That it does not fit is no error.
     """
-    parser = build_parser(description)
+    parser = build_parser(description, data)
     add_plan_flags(parser)
     flags = parser.parse_args(arguments)
     try:
@@ -32,7 +36,7 @@ def print_plan(arguments: Sequence[str] | None = None, description: str | None =
             if getattr(flags, name, 1) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(flags, name)}; it must be above 0")
         ranks, per_node = _ranks(flags)
-        config, warnings = planned_config(flags)
+        config, warnings = planned_config(flags, data)
         memory = getattr(flags, "gpu_memory_gb", 80.0) * GIB
         plan = Plan.create(config, ranks, per_node)
         lines = list(report(plan, memory))
@@ -51,31 +55,52 @@ def _ranks(flags: argparse.Namespace) -> tuple[int, int]:
     return ranks, int(os.environ.get("LOCAL_WORLD_SIZE", min(ranks, 8)))
 
 
-def planned_config(flags: argparse.Namespace) -> tuple[RunConfig, list[str]]:
+def planned_config(flags: argparse.Namespace, data: DataSection = DataConfig) -> tuple[RunConfig, list[str]]:
     """The configuration of these flags on GPUs, with what a real run would miss filled in, and a warning for each."""
     given, warnings = dict(vars(flags)), []
     load = given.get("load")
     if load is not None and not Path(load, "latest_checkpointed_iteration.txt").is_file() and "hf_config" in given:
         warnings.append(f"--load {load}: the folder holds no checkpoint; convert one with tools/convert_hf.py")
         del given["load"]
-    config = resolve(argparse.Namespace(**given))
+    config = resolve(argparse.Namespace(**given), data)
     config = replace(config, checkpoint=replace(config.checkpoint, load=load))
     if "attention_backend" not in given and config.train.bf16:
         config = replace(config, kernels=replace(config.kernels, attention_backend=CUDA_BACKEND))
+    planned = _planned_pretraining if data is PretrainDataConfig else _planned_finetuning
+    config = replace(config, data=planned(config, warnings))
+    if not config.train.eval_only and config.train.train_iters is None and config.train.train_epochs is None:
+        flags = "--train-iters is not" if data is PretrainDataConfig else "neither --train-iters nor --train-epochs is"
+        warnings.append(f"{flags} given")
+        config = replace(config, train=replace(config.train, train_iters=config.optimizer.lr_warmup_iters + 1))
+    return config, warnings
+
+
+def _planned_finetuning(config: RunConfig, warnings: list[str]) -> DataConfig:
+    """The data of a run whose files may be missing."""
     data = config.data
-    if not data.data_path:
-        warnings.append("--data-path is not given")
-        config = replace(config, data=replace(data, data_path=("missing",)))
     for flag, paths in (("--data-path", data.data_path), ("--valid-data-path", data.valid_data_path)):
         warnings += [f"{flag} {path} does not exist" for path in paths if not glob.glob(path)]
     if data.tokenizer_model is not None and not Path(data.tokenizer_model).exists():
         warnings.append(f"--tokenizer-model {data.tokenizer_model} does not exist")
     if data.tokenizer_model is None and config.hf_folder is None:
         warnings.append("no tokenizer: give --tokenizer-model, or --load a converted checkpoint")
-    if not config.train.eval_only and config.train.train_iters is None and config.train.train_epochs is None:
-        warnings.append("neither --train-iters nor --train-epochs is given")
-        config = replace(config, train=replace(config.train, train_iters=config.optimizer.lr_warmup_iters + 1))
-    return config, warnings
+    if not data.data_path:
+        warnings.append("--data-path is not given")
+    return data if data.data_path else replace(data, data_path=("missing",))
+
+
+def _planned_pretraining(config: RunConfig, warnings: list[str]) -> PretrainDataConfig:
+    """The same for the prefixes of a pre-training run."""
+    data = config.data
+    for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        flag = flag_name(field)
+        prefixes, _ = parse_blend(getattr(data, field), flag)
+        files = [f"{prefix}{ending}" for prefix in prefixes for ending in (".bin", ".idx")]
+        warnings += [f"{flag} {file} does not exist" for file in files if not Path(file).exists()]
+    if data.data_path or data.train_data_path or data.mock_data:
+        return data
+    warnings.append("--data-path is not given")
+    return replace(data, mock_data=True)
 
 
 def report(plan: Plan, gpu_memory: float) -> Iterator[str]:

@@ -90,7 +90,7 @@ def leg(config: RunConfig, groups) -> tuple[dict[str, Tensor], dict[str, Tensor]
     data = MicroBatches(PackedDataset(documents(config.model.vocab_size), SEQ_LENGTH, "best-fit", "truncate", 1234))
     chunks = build_chunks(config, groups)
     optimizer = build_optimizer(chunks, config.optimizer)
-    progress = load_checkpoint(config, chunks, optimizer, groups)
+    progress = load_checkpoint(config, chunks, optimizer, groups, data)
     start = gathered(chunks, optimizer, groups.gloo_world)
     train(config, chunks, optimizer, data, None, groups, progress)
     return start, gathered(chunks, optimizer, groups.gloo_world)

@@ -133,6 +133,7 @@ def test_epochs_count_packs(run):
     [
         ({"load": "first", "seed": 2}, ["--seed 1234", "2"]),
         ({"load": "first", "seq_length": 32}, ["--seq-length 24", "32"]),
+        ({"load": "first", "data_path": "valid.jsonl"}, ["first was trained on other data"]),
         ({"save": "first"}, ["--save first", "iteration 1"]),
         ({"load": "first", "hidden_size": 48}, ["32", "48"]),
         ({"data_path": "nothing.jsonl"}, ["nothing.jsonl"]),

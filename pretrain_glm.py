@@ -1,0 +1,64 @@
+"""Pre-train a GLM-5 model, from scratch or from a checkpoint, on .bin/.idx files of tools/preprocess_data.py.
+
+With --dry-run (and --nnodes, --nproc-per-node, --gpu-memory-gb) it prints what the run needs and whether it fits.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from megatron_glm.arguments import parse
+from megatron_glm.config import PretrainDataConfig, RunConfig
+from megatron_glm.data.loader import MicroBatches
+from megatron_glm.data.pretraining import build_datasets
+from megatron_glm.parallel.groups import ParallelGroups
+from megatron_glm.training.batch_size import samples_after
+from megatron_glm.training.checkpointing import FINGERPRINT_PACKS, load_checkpoint
+from megatron_glm.training.evaluate import evaluate
+from megatron_glm.training.initialize import build_chunks, initialize, on_one_rank, one_line_errors, ranks_from_slurm
+from megatron_glm.training.logging import log
+from megatron_glm.training.loop import batch_shape, train
+from megatron_glm.training.optimizer import build_optimizer
+from megatron_glm.training.plan_report import print_plan
+
+
+def datasets(config: RunConfig, groups: ParallelGroups) -> dict[str, MicroBatches]:
+    """Training, validation and test samples; the latter two where there are any."""
+    samples = 0 if config.train.eval_only else samples_after(config.train, config.train.train_iters)
+    wanted = (samples and max(samples, FINGERPRINT_PACKS), None, None)  # None: one epoch, which evaluations begin
+    built = build_datasets(config.data, config.model.vocab_size, config.train.seed, *wanted, on_one_rank(groups))
+    found = {name: data for name, data in zip(("train", "valid", "test"), built, strict=True) if data is not None}
+    for name, data in found.items():
+        log(f"{name}: {data.summary()}")
+    return {name: MicroBatches(data) for name, data in found.items()}
+
+
+def main() -> None:
+    if "--dry-run" in sys.argv[1:]:
+        print_plan(description=__doc__, data=PretrainDataConfig)
+        return
+    ranks_from_slurm()
+    config = parse(description=__doc__, data=PretrainDataConfig)
+    groups = initialize(config)
+    data = datasets(config, groups)
+    chunks = build_chunks(config, groups)
+
+    if config.train.eval_only:
+        load_checkpoint(config, chunks, None, groups)
+    else:
+        optimizer = build_optimizer(chunks, config.optimizer)
+        progress = load_checkpoint(config, chunks, optimizer, groups, data["train"])
+        train(config, chunks, optimizer, data["train"], data.get("valid"), groups, progress)
+        if progress.iteration < config.train.train_iters:
+            return
+
+    for name in ("valid", "test") if config.train.eval_only else ("test",):
+        if name in data:
+            steps = data[name].evaluation(*batch_shape(config, groups), config.train.eval_iters)
+            loss, tokens = evaluate(chunks, steps, groups, config)
+            log(f"{name} | lm loss: {loss:.6f} | tokens: {tokens}")
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()
