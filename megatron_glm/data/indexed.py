@@ -7,7 +7,9 @@ the .bin (int64 [n]) and the document bounds (int64 [d]): document i is sequence
 
 from __future__ import annotations
 
+import mmap
 import os
+import shutil
 import struct
 from array import array
 from pathlib import Path
@@ -81,7 +83,10 @@ class IndexedDataset:
             raise ValueError(f"{self._bin} is {what}: it holds {size} bytes, but {described} by {self._idx}")
         if not tokens:
             raise ValueError(f"{self._bin} is empty: its {len(self)} documents hold no token")
-        self.tokens = np.memmap(self._bin, self.dtype, "r").view(np.ndarray)  # [N]
+        with self._bin.open("rb") as file:
+            self._mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._mapped.madvise(mmap.MADV_RANDOM)  # documents are read in a random order: nothing to read ahead
+        self.tokens = np.frombuffer(self._mapped, self.dtype)  # [N]
 
     def __len__(self) -> int:
         return len(self.document_bounds) - 1
@@ -90,6 +95,14 @@ class IndexedDataset:
         """The token ids [n] of a document, all its sequences joined."""
         start, end = (int(self._positions(bound)) for bound in self.document_bounds[document : document + 2].tolist())
         return self.tokens[start:end]
+
+    def release(self) -> None:
+        """Takes the tokens read so far out of this process's memory; arrays of them stay valid, and read them again.
+
+        The operating system keeps the file in its cache as it sees fit, but a process that reads a data set through
+        would in the end count all of it as its own memory.
+        """
+        self._mapped.madvise(mmap.MADV_DONTNEED)
 
     def count_tokens(self, begin: int, end: int) -> int:
         """Tokens of the documents [begin, end), without a look at those between."""
@@ -160,13 +173,13 @@ class IndexedWriter:
         self._bounds.extend(range(first + 1, len(self._lengths) + 1) if documents is None else [len(self._lengths)])
         self.tokens += total
 
-    def add_dataset(self, dataset: IndexedDataset, block: int = 2**24) -> None:
+    def add_dataset(self, dataset: IndexedDataset) -> None:
         """Appends all documents of another dataset of the same dtype."""
         if dataset.dtype != self.dtype:
             raise ValueError(f"{dataset.prefix} holds {dataset.dtype}, {self.prefix} {self.dtype}")
         first = len(self._lengths)
-        for start in range(0, len(dataset.tokens), block):
-            self._bin.write(dataset.tokens[start : start + block])
+        with bin_path(dataset.prefix).open("rb") as file:
+            shutil.copyfileobj(file, self._bin, 2**24)
         self._lengths.frombytes(dataset.sequence_lengths.tobytes())
         self._bounds.frombytes((dataset.document_bounds[1:] + first).tobytes())
         self.tokens += len(dataset.tokens)

@@ -102,6 +102,7 @@ class PrefixSamples:
     def pack(self, index: int) -> list[Piece]:
         """The documents of sample `index`, seq_length tokens together. Raises ValueError for ids outside the model's
         vocabulary."""
+        self.dataset.release()
         documents, (_, offset, _) = self._locate(index)
         left, parts = self.seq_length + 1, []
         for document in documents:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,7 +34,7 @@ class TextRow:
     end_of_text: bool  # append <|endoftext|> as the last target
 
 
-def find_files(data_path: Iterable[str]) -> list[Path]:
+def find_files(data_path: Iterable[str], suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
     """Files of data-path entries (files, folders, globs) in the order given, sorted inside a folder or glob."""
     files: list[Path] = []
     for entry in data_path:
@@ -41,15 +42,15 @@ def find_files(data_path: Iterable[str]) -> list[Path]:
             raise ValueError("a data path is empty")  # an unset shell variable, not the working directory
         path = Path(entry)
         if path.is_dir():
-            found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and not file.is_dir())
+            found = sorted(file for file in path.rglob("*") if file.suffix in suffixes and not file.is_dir())
         else:
             matches = [path] if path.is_file() else sorted(map(Path, glob.glob(entry, recursive=True)))
             found = [file for file in matches if not file.is_dir()]
         if not found:
-            raise ValueError(f"{entry} holds or matches no file ({' or '.join(SUFFIXES)}): correct the path")
+            raise ValueError(f"{entry} holds or matches no file ({' or '.join(suffixes)}): correct the path")
         for file in found:
-            if file.suffix not in SUFFIXES:
-                raise ValueError(f"{file} is neither of {SUFFIXES}")
+            if file.suffix not in suffixes:
+                raise ValueError(f"{file} is neither of {suffixes}")
         files += found
     return files
 
@@ -66,17 +67,29 @@ def read_rows(path: Path) -> Iterator[tuple[str, bytes | dict]]:
                     yield f"{path}:{number}", line
 
 
-def _parquet_rows(path: Path) -> Iterator[dict]:
+@contextmanager
+def _parquet(path: Path) -> Iterator[Any]:
+    """The open file, a pyarrow.parquet.ParquetFile; what fails inside names it."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise ValueError(f"{path} needs pyarrow: pip install 'megatron-glm[data]'") from error
     try:
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=512):
-            yield from map(_without_nulls, batch.to_pylist())
+        yield pyarrow.parquet.ParquetFile(path)
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"cannot read {path}: {error}") from error
+
+
+def count_parquet_rows(path: Path) -> int:
+    with _parquet(path) as file:
+        return file.metadata.num_rows
+
+
+def _parquet_rows(path: Path) -> Iterator[dict]:
+    with _parquet(path) as file:
+        for batch in file.iter_batches(batch_size=512):
+            yield from map(_without_nulls, batch.to_pylist())
 
 
 def _without_nulls(value: Any) -> Any:
@@ -128,21 +141,32 @@ class RowReader:
             result = _hellaswag_row(row)
         else:
             result = _completion_row("", _string(row, "text"))
-        try:
-            result.text.encode("utf-8")
-        except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, tokenizers cannot take it
-            raise ValueError(f"the text is not valid Unicode: {error.reason} at character {error.start}") from error
+        check_unicode(result.text)
         return result
 
 
-def parse_row(raw: bytes | dict) -> tuple[dict, str]:
-    """The row and its kind; raises ValueError if it is no JSON object or of no known kind."""
+def check_unicode(text: str) -> None:
+    """Raises ValueError for half a surrogate pair: JSON can spell it, tokenizers cannot take it."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the text is not valid Unicode: {error.reason} at character {error.start}") from error
+
+
+def decode_row(raw: bytes | dict) -> dict:
+    """A row that read_rows yields; raises ValueError if it is no JSON object."""
     try:
         row = raw if isinstance(raw, dict) else json.loads(raw.decode("utf-8"))
     except RecursionError as error:
         raise ValueError("the line is nested too deep for JSON") from error
     if not isinstance(row, dict):
         raise ValueError(f"the line must be a JSON object, got {row!r:.80}")
+    return row
+
+
+def parse_row(raw: bytes | dict) -> tuple[dict, str]:
+    """The row and its kind; raises ValueError if it is no JSON object or of no known kind."""
+    row = decode_row(raw)
     for keys in KINDS:
         if all(row.get(key) is not None for key in keys):
             return row, keys[0]

@@ -22,6 +22,7 @@ class Tokenizer:
     path: Path
     encode_batch: EncodeBatch
     token_id: Callable[[str], int | None]  # None unless the text is one token of the vocabulary
+    vocab_size: int  # above every id
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
@@ -59,7 +60,7 @@ def _from_json(path: Path) -> Tokenizer:
         encodings = model.encode_batch(texts, add_special_tokens=False)
         return [(np.array(e.ids, np.int64), np.array([end for _, end in e.offsets], np.int64)) for e in encodings]
 
-    return Tokenizer(path, encode_batch, model.token_to_id)
+    return Tokenizer(path, encode_batch, model.token_to_id, 1 + max(model.get_vocab().values(), default=-1))
 
 
 def _from_sentencepiece(path: Path) -> Tokenizer:
@@ -83,7 +84,7 @@ def _from_sentencepiece(path: Path) -> Tokenizer:
         # the end token of a sentencepiece vocabulary has a name of its own, as a rule </s>
         return model.eos_id() if token == END_OF_TEXT and model.eos_id() >= 0 else None
 
-    return Tokenizer(path, encode_batch, token_id)
+    return Tokenizer(path, encode_batch, token_id, model.vocab_size())
 
 
 def _ends_of_pieces(offsets: list[tuple[int, int]]) -> np.ndarray:
