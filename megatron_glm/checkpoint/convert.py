@@ -5,22 +5,18 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.storage import WriteResult
 
 from ..model_config import ModelConfig
 from . import hf, sharded
+from .chunks import Chunk, Piece, cut, describe
 from .files import copy_side_files, write_durably
 from .fp8 import EXPORT_BLOCK, SCALE_SUFFIX, quantize, scale_shape
 from .output import OutputFile, Run, identity, produce
-from .planners import Chunk, ChunkPlanner, cut
 from .safetensors_io import INDEX_NAME, Outgoing, read_header, write_safetensors
 
 
@@ -39,17 +35,16 @@ class Import:
         for name, (shape, dtype) in checkpoint.shapes.items():
             for offsets, sizes in cut(shape, dtype.itemsize):
                 read = partial(checkpoint.read, name, offsets, sizes)
-                self.chunks.append(Chunk(name, shape, dtype, offsets, sizes, read))
+                self.chunks.append(Chunk(Piece(name, shape, dtype, offsets, sizes), read))
 
     def files(self, run: Run) -> list[OutputFile]:
         """What `write` writes, metadata and side files aside."""
         found = []
         for number, chunks in enumerate(sharded.split(self.chunks)):
-            names = list(dict.fromkeys(chunk.name for chunk in chunks))
-            prefix = f"part{number:05d}_"
-            write, check = partial(self._write_file, prefix, chunks, run), partial(self._check_file, chunks)
-            nbytes = sum(chunk.nbytes for chunk in chunks)
-            found.append(OutputFile(f"{prefix}0.distcp", nbytes, names, write, check))
+            keys = list(dict.fromkeys(chunk.piece.name for chunk in chunks))
+            name, nbytes = f"part{number:05d}.distcp", sum(chunk.piece.nbytes for chunk in chunks)
+            write, check = partial(self._write_file, name, chunks, run), partial(self._check_file, chunks)
+            found.append(OutputFile(name, nbytes, keys, write, check))
         return found
 
     def write(self, run: Run) -> None:
@@ -69,32 +64,20 @@ class Import:
             count = f"{len(rounded)} tensors were rounded to {self.checkpoint.config.dtype}"
             warnings.warn(f"{count}, first {key}, which is {dtype} on disk", stacklevel=2)
 
-    def _write_file(self, prefix: str, chunks: list[Chunk], run: Run, staging: Path) -> list[Any]:
-        """[name, offsets, start, length, checksum] of each chunk in the file."""
-        writer = FileSystemWriter(staging, per_thread_copy_ahead=0)
-        return [
-            [result.index.fqn, list(result.index.offset), place.offset, place.length, checksum]
-            for result, checksum in sharded.write_file(writer, ChunkPlanner(chunks, run.progress), prefix)
-            for place in (result.storage_data,)
-        ]
+    def _write_file(self, name: str, chunks: list[Chunk], run: Run, staging: Path) -> list[sharded.Written]:
+        return sharded.write_file(staging / name, chunks, run.progress)
 
     def _complete(self, staging: Path, results: list[list[Any]]) -> None:
-        planner = ChunkPlanner(self.chunks, lambda nbytes: None)
-        metadata = planner.create_global_plan([planner.create_local_plan()])[1]
-        written = []
-        for number, chunks in enumerate(results):
-            for name, offsets, start, length, checksum in chunks:
-                place = _StorageInfo(f"part{number:05d}_0.distcp", start, length)
-                index = MetadataIndex(name, torch.Size(offsets))
-                written.append((WriteResult(index, length, place), checksum))
-        writer, config = FileSystemWriter(staging), self.checkpoint.config
-        sharded.write_metadata(writer, metadata, written, {}, config, self.checkpoint.folder)
+        metadata = describe(chunk.piece for chunk in self.chunks)
+        written = [sharded.Written(*fields) for result in results for fields in result]
+        sharded.write_metadata(staging, metadata, written, {}, self.checkpoint.config, self.checkpoint.folder)
 
     def _check_file(self, chunks: list[Chunk], staging: Path) -> None:
         reader = sharded.Reader(staging)
         for chunk in chunks:
-            stored = reader.tensor(chunk.name, chunk.offsets, chunk.sizes, chunk.dtype)
-            _require_equal(f"{staging}: {chunk.name} at {list(chunk.offsets)}", stored, chunk.read())
+            piece = chunk.piece
+            stored = reader.tensor(piece.name, piece.offsets, piece.sizes, piece.dtype)
+            _require_equal(f"{staging}: {piece.name} at {list(piece.offsets)}", stored, chunk.read())
 
 
 class Export:
@@ -114,7 +97,6 @@ class Export:
         for name in self.reader.shapes:
             if name not in self.shapes and not name.startswith("optimizer."):
                 raise ValueError(f"{folder} holds {name}, which belongs to no part of the model in its config.json")
-        self._expert = lru_cache(maxsize=1)(self._read_expert)  # its gate and its up rows follow each other
 
     def files(self, run: Run) -> list[OutputFile]:
         """What `write` writes, index and side files aside."""
@@ -191,17 +173,11 @@ class Export:
         ]
 
     def _blocks(self, tensor: hf.HFTensor) -> Iterator[torch.Tensor]:
-        if len(tensor.sizes) == 3:
-            expert, first, _ = tensor.offsets
-            yield self._expert(tensor.name, expert, tensor.dtype)[0, first : first + tensor.sizes[1]]
+        if len(tensor.sizes) == 3:  # rows of one expert
+            yield self.reader.tensor(tensor.name, tensor.offsets, tensor.sizes, tensor.dtype)[0]
             return
-        # blocks as they are stored, so that no stored chunk is read twice
         for offsets, sizes in cut(tensor.shape, self.reader.shapes[tensor.name][1].itemsize):
             yield self.reader.tensor(tensor.name, offsets, sizes, tensor.dtype)
-
-    def _read_expert(self, name: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
-        """[1, rows, columns], all rows of one expert."""
-        return self.reader.tensor(name, (expert, 0, 0), (1, *self.shapes[name][0][1:]), dtype)
 
 
 def _whole_blocks(pieces: Iterator[torch.Tensor], rows: int) -> Iterator[torch.Tensor]:

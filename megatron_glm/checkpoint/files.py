@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import os
 import shutil
-import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 UNFINISHED = ".tmp"  # the ending of a folder or file that is not yet, or no longer, whole
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
@@ -32,14 +31,14 @@ def staged_folder(target: Path, replace: bool = False) -> Iterator[Path]:
     try:
         yield staging
         for folder, _, _ in os.walk(staging):
-            sync_folder(Path(folder))
+            sync(Path(folder))
         if target.exists():
             shutil.rmtree(target)
         os.rename(staging, target)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
-    sync_folder(target.parent)
+    sync(target.parent)
 
 
 def write_durably(path: Path, content: bytes) -> None:
@@ -50,12 +49,38 @@ def write_durably(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
-def sync_folder(folder: Path) -> None:
-    """Makes the names in `folder` survive a power cut, not only the contents of its files."""
-    descriptor = os.open(folder, os.O_RDONLY)
+class BackgroundSync:
+    """Makes finished files durable while the next one is written: the disk then works all the time.
+
+    At most one file is being synced. Leaving the context waits for it; an error shows at the next `sync` or there.
+    """
+
+    def __enter__(self) -> BackgroundSync:
+        self._pool, self._pending = ThreadPoolExecutor(max_workers=1), None
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        with self._pool:
+            if error is None:
+                self._wait()
+
+    def sync(self, file: Path, then: Callable[[], object] = lambda: None) -> None:
+        """Starts to sync `file`, with `then()` to follow."""
+        self._wait()
+        self._pending = self._pool.submit(lambda: (sync(file), then()))
+
+    def _wait(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+
+def sync(path: Path) -> None:
+    """Makes a file survive a power cut, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -67,18 +92,6 @@ def remove_folder(folder: Path) -> None:
     doomed = folder.with_name(folder.name + UNFINISHED)
     os.rename(folder, doomed)
     shutil.rmtree(doomed)
-
-
-def archive_checksum(file: BinaryIO, start: int, length: int) -> int:
-    """CRC-32 of the tensor in a torch archive at these bytes of `file`, from the archive's directory at its end.
-
-    Raises: zipfile.BadZipFile or ValueError if there is no archive of one tensor.
-    """
-    tail = min(length, 4096)
-    file.seek(start + length - tail)
-    with zipfile.ZipFile(io.BytesIO(file.read(tail))) as directory:
-        [record] = [entry for entry in directory.infolist() if "/data/" in entry.filename]
-    return record.CRC
 
 
 def side_files(folder: Path) -> list[Path]:

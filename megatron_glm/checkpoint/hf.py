@@ -146,6 +146,7 @@ class HFCheckpoint:
         self.block = _fp8_block(folder / "config.json")
         self.shapes = parameter_shapes(self.config)
         self.tensors = {name: self._find(name, *spec) for name, spec in self.shapes.items()}
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         self.rounded: dict[str, torch.dtype] = {}  # keys whose values changed when they took the config's dtype
         self._check_extra()
 
@@ -192,25 +193,27 @@ class HFCheckpoint:
                 raise ValueError(f"{entry.file}: the tensor {key} belongs to no part of this model")
 
     def read(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-        """The rectangle of a canonical tensor, in its canonical dtype: where possible a view of the mapped file."""
+        """The rectangle of a canonical tensor, in its canonical dtype; the next `read` may overwrite it.
+
+        It is a copy in one buffer that is used again and again: fresh memory costs more time than the copy, and so
+        does writing a file from the memory of a mapped one.
+        """
         end = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
         tensors = self.tensors[name]
         if len(tensors) > 1:  # in the order of experts, equally many of each
             each = len(tensors) // self.shapes[name][0][0]
             tensors = tensors[offsets[0] * each : end[0] * each]
-        pieces = []
+        dtype = self.shapes[name][1]
+        nbytes = math.prod(sizes) * dtype.itemsize
+        if len(self._buffer) < nbytes:
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8)
+        result = self._buffer[:nbytes].view(dtype).view(sizes)
         for tensor in tensors:
             low = [max(a, b) for a, b in zip(offsets, tensor.offsets, strict=True)]
             high = [min(a, b + c) for a, b, c in zip(end, tensor.offsets, tensor.sizes, strict=True)]
             if all(a < b for a, b in zip(low, high, strict=True)):
-                pieces.append((tensor, low, high))
-        if len(pieces) == 1:
-            tensor, low, high = pieces[0]
-            return self._piece(tensor, low, high)
-        result = torch.empty(sizes, dtype=self.shapes[name][1])
-        for tensor, low, high in pieces:
-            index = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))
-            result[index] = self._piece(tensor, low, high)
+                index = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))
+                result[index] = self._piece(tensor, low, high)
         return result
 
     def _piece(self, tensor: HFTensor, low: list[int], high: list[int]) -> torch.Tensor:

@@ -12,12 +12,13 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from .files import UNFINISHED, sync_folder, write_durably
+from .files import UNFINISHED, BackgroundSync, sync, write_durably
 from .sharded import together
 
 RECORDS = ".conversion"
@@ -53,7 +54,7 @@ class OutputFile:
     """A file to write: a function of the source and the settings alone, whichever process writes it.
 
     nbytes: of its tensors; keys: their names.
-    write: writes and syncs the file in the folder it gets; returns what `produce` hands to `complete`, JSON.
+    write: writes the file in the folder it gets; returns what `produce` hands to `complete`, JSON.
     check: compares the file in the folder it gets with the source; raises ValueError where they differ.
     """
 
@@ -121,20 +122,20 @@ def _write_share(staging: Path, files: list[OutputFile], run: Run) -> dict[str, 
     results = {}
     failed = staging / RECORDS / FAILED
     try:
-        for file in run.share(files):
-            if failed.exists():
-                break
-            record = staging / RECORDS / f"{file.name}.json"
-            finished = json.loads(record.read_text()) if record.is_file() else None
-            if finished is not None and (staging / file.name).is_file():
-                if (staging / file.name).stat().st_size == finished["size"]:
-                    results[file.name] = finished["result"]
-                    run.progress(file.nbytes)
-                    continue
-            result = file.write(staging)
-            size = (staging / file.name).stat().st_size
-            write_durably(record, json.dumps({"size": size, "result": result}).encode())
-            results[file.name] = result
+        with BackgroundSync() as background:
+            for file in run.share(files):
+                if failed.exists():
+                    break
+                record = staging / RECORDS / f"{file.name}.json"
+                finished = json.loads(record.read_text()) if record.is_file() else None
+                if finished is not None and (staging / file.name).is_file():
+                    if (staging / file.name).stat().st_size == finished["size"]:
+                        results[file.name] = finished["result"]
+                        run.progress(file.nbytes)
+                        continue
+                results[file.name] = file.write(staging)
+                content = {"size": (staging / file.name).stat().st_size, "result": results[file.name]}
+                background.sync(staging / file.name, partial(write_durably, record, json.dumps(content).encode()))
     except Exception:
         with suppress(OSError):  # the disk may be full; the error itself is raised
             failed.touch()
@@ -145,9 +146,9 @@ def _write_share(staging: Path, files: list[OutputFile], run: Run) -> dict[str, 
 def _publish(staging: Path, target: Path) -> None:
     shutil.rmtree(staging / RECORDS)
     for folder, _, _ in os.walk(staging):
-        sync_folder(Path(folder))
+        sync(Path(folder))
     os.rename(staging, target)
-    sync_folder(target.parent)
+    sync(target.parent)
 
 
 def identity(paths: list[Path]) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from ..model_config import ModelConfig
@@ -95,9 +96,8 @@ def _faults(reader: sharded.Reader, config: ModelConfig, data: bool) -> Iterator
         lambda: reader.require({name: shape for name, (shape, _) in hf.parameter_shapes(config).items()}),
         lambda: json.loads((reader.folder / "state.json").read_text()),
     ]
-    for file, indices in reader.files().items():
-        check = reader.check_data if data else reader.check_file
-        checks.append(lambda check=check, file=file, indices=indices: check(file, indices))
+    for indices in reader.files().values():
+        checks.append(partial(reader.check_data if data else reader.check_file, indices))
     for check in checks:
         try:
             check()

@@ -16,33 +16,33 @@ What a crash leaves: `iter_….tmp` is half written (or half removed), is never 
 from __future__ import annotations
 
 import json
+import math
 import operator
 import pickle
 import re
 import shutil
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
 from ..model_config import ModelConfig
 from ..parallel.shard import Rectangle
-from .files import UNFINISHED, archive_checksum, copy_side_files, remove_folder, staged_folder, write_durably
-from .planners import Chunk, ChunkPlanner, RectanglePlanner, StoredChunks, cut
+from . import archives
+from .chunks import Chunk, Piece, StoredChunks, cut, describe
+from .files import UNFINISHED, BackgroundSync, copy_side_files, remove_folder, staged_folder, write_durably
 
-FILE_BYTES = 512 << 20  # torch keeps every tensor of a file until the file is closed: this bounds that of a writer
+FILE_BYTES = 512 << 20  # one file of a writer is synced while the next is written
 LATEST_NAME = "latest_checkpointed_iteration.txt"
 CHECKSUM_BYTES = 4  # behind the pickle of .metadata, where torch does not look
 
@@ -108,68 +108,86 @@ def save(
         for offsets, sizes in cut(data.shape, data.dtype.itemsize):
             index = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
             place = tuple(a + b for a, b in zip(rectangle.offsets, offsets, strict=True))
-            read = partial(operator.getitem, data, index)
-            chunks.append(Chunk(rectangle.name, rectangle.global_shape, data.dtype, place, sizes, read))
-    write_chunks(folder, iteration, chunks, state, config, hf_files, group)
-
-
-def write_chunks(
-    folder: Path,
-    iteration: int,
-    chunks: list[Chunk],
-    state: dict[str, Any],
-    config: ModelConfig,
-    hf_files: Path | None,
-    group: ProcessGroup | None,
-    progress: Callable[[int], object] = lambda nbytes: None,
-) -> None:
-    """`save` for data that is produced chunk by chunk; `progress` gets the bytes of each chunk when its turn comes."""
+            piece = Piece(rectangle.name, tuple(rectangle.global_shape), data.dtype, place, sizes)
+            chunks.append(Chunk(piece, partial(operator.getitem, data, index)))
     target = iteration_folder(folder, iteration)
+    staging = target.with_name(target.name + UNFINISHED)
     rank = 0 if group is None else group.rank()
-    planner = ChunkPlanner(chunks, progress)
-    # no copy-ahead: it would wait for the training's kernels, and on the first device
-    writer = FileSystemWriter(target.with_name(target.name + UNFINISHED), per_thread_copy_ahead=0)
     with ExitStack() as stack:
         metadata = None
 
-        def begin(plans: list[SavePlan]) -> None:
+        def begin(pieces: list[list[Piece]]) -> None:
             nonlocal metadata
-            metadata = planner.create_global_plan(plans)[1]
+            metadata = describe(piece for part in pieces for piece in part)
             saved = latest(folder)
             stack.enter_context(staged_folder(target, replace=saved is None or saved < iteration))
 
-        def write() -> list[tuple[WriteResult, int]]:
-            files = enumerate(split(chunks))
-            named = [(f"rank{rank:05d}_{number:05d}_", ChunkPlanner(file, progress)) for number, file in files]
-            return [pair for prefix, file in named for pair in write_file(writer, file, prefix)]
+        def write() -> list[Written]:
+            written = []
+            with BackgroundSync() as background:
+                for number, file_chunks in enumerate(split(chunks)):
+                    file = staging / f"rank{rank:05d}_{number:05d}.distcp"
+                    written += write_file(file, file_chunks)
+                    background.sync(file)
+            return written
 
-        def finish(parts: list[list[tuple[WriteResult, int]]]) -> None:
-            write_metadata(writer, metadata, [pair for part in parts for pair in part], state, config, hf_files)
+        def finish(parts: list[list[Written]]) -> None:
+            write_metadata(staging, metadata, [chunk for part in parts for chunk in part], state, config, hf_files)
             stack.close()
             write_durably(folder / LATEST_NAME, str(iteration).encode())
 
-        together(group, planner.create_local_plan, begin)
+        together(group, lambda: [chunk.piece for chunk in chunks], begin)
         together(group, write, finish)
 
 
+class Written(NamedTuple):
+    """Where a chunk is: its archive in `file`, and the CRC-32 of its data. JSON can hold it."""
+
+    name: str
+    offsets: list[int]
+    file: str
+    start: int
+    length: int
+    checksum: int
+
+
+def write_file(
+    file: Path, chunks: list[Chunk], progress: Callable[[int], object] = lambda nbytes: None
+) -> list[Written]:
+    """Writes the chunks one after the other, without syncing them; `progress` gets the bytes of each."""
+    with file.open("wb") as stream:
+        places = []
+        for chunk in chunks:
+            places.append(archives.append(stream, chunk.read()))
+            progress(chunk.piece.nbytes)
+    written = []
+    with file.open("rb") as stream:
+        for chunk, place in zip(chunks, places, strict=True):
+            checksum = archives.find(stream, *place).checksum
+            written.append(Written(chunk.piece.name, list(chunk.piece.offsets), file.name, *place, checksum))
+    return written
+
+
 def write_metadata(
-    writer: FileSystemWriter,
+    folder: Path,
     metadata: Metadata,
-    written: list[tuple[WriteResult, int]],
+    written: list[Written],
     state: dict[str, Any],
     config: ModelConfig,
     hf_files: Path | None,
 ) -> None:
-    """Writes all that makes the data files in the writer's folder a checkpoint: where each chunk is, and of what."""
-    metadata.planner_data = {result.index: checksum for result, checksum in written}
-    writer.finish(metadata, [[result for result, _ in written]])
-    content = (writer.path / ".metadata").read_bytes()
-    checksum = zlib.crc32(content).to_bytes(CHECKSUM_BYTES)
-    write_durably(writer.path / ".metadata", content + checksum)
-    write_durably(writer.path / "config.json", json.dumps(config.to_hf(), indent=2).encode())
-    write_durably(writer.path / "state.json", json.dumps(state, indent=2).encode())
+    """Writes all that makes the data files in `folder` a checkpoint: where each chunk is, and of what."""
+    indices = [MetadataIndex(chunk.name, torch.Size(chunk.offsets)) for chunk in written]
+    places = [_StorageInfo(chunk.file, chunk.start, chunk.length) for chunk in written]
+    metadata.storage_data = dict(zip(indices, places, strict=True))
+    metadata.planner_data = dict(zip(indices, (chunk.checksum for chunk in written), strict=True))
+    metadata.storage_meta = StorageMeta()
+    content = pickle.dumps(metadata)
+    write_durably(folder / ".metadata", content + zlib.crc32(content).to_bytes(CHECKSUM_BYTES))
+    write_durably(folder / "config.json", json.dumps(config.to_hf(), indent=2).encode())
+    write_durably(folder / "state.json", json.dumps(state, indent=2).encode())
     if hf_files is not None:
-        copy_side_files(hf_files, writer.path / "hf")
+        copy_side_files(hf_files, folder / "hf")
 
 
 def split(chunks: list[Chunk]) -> list[list[Chunk]]:
@@ -177,22 +195,12 @@ def split(chunks: list[Chunk]) -> list[list[Chunk]]:
     files: list[list[Chunk]] = []
     size = FILE_BYTES
     for chunk in chunks:
-        if size + chunk.nbytes > FILE_BYTES:
+        if size + chunk.piece.nbytes > FILE_BYTES:
             files.append([])
             size = 0
         files[-1].append(chunk)
-        size += chunk.nbytes
+        size += chunk.piece.nbytes
     return files
-
-
-def write_file(writer: FileSystemWriter, planner: ChunkPlanner, prefix: str) -> list[tuple[WriteResult, int]]:
-    """Writes the planner's chunks as one synced file `PREFIX0.distcp`; returns where each is, and its checksum."""
-    plan = SavePlan(planner.create_local_plan().items, storage_data=SimpleNamespace(prefix=prefix))
-    results = writer.write_data(plan, planner).wait()
-    places = [result.storage_data for result in results]
-    with (writer.path / places[0].relative_path).open("rb") as file:
-        checksums = [archive_checksum(file, place.offset, place.length) for place in places]
-    return list(zip(results, checksums, strict=True))
 
 
 def load(folder: Path, iteration: int, rectangles: list[Rectangle], group: ProcessGroup | None) -> None:
@@ -213,17 +221,15 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._storage = FileSystemReader(folder)
         if not (folder / ".metadata").is_file():
             raise ValueError(f"{folder} is no complete checkpoint: it has no .metadata")
         content = (folder / ".metadata").read_bytes()
         if zlib.crc32(content[:-CHECKSUM_BYTES]) != int.from_bytes(content[-CHECKSUM_BYTES:]):
             raise ValueError(f"{folder / '.metadata'} is damaged: its checksum does not match")
         try:
-            self._metadata = self._storage.read_metadata()
+            self._metadata = pickle.loads(content)
         except Exception as error:  # whatever unpickling damaged bytes may raise
             raise ValueError(f"{folder / '.metadata'} is damaged: {error!r}") from error
-        self._storage.set_up_storage_reader(self._metadata, is_coordinator=True)
         self._chunks = StoredChunks(self._metadata)
         tensors = self._metadata.state_dict_metadata
         self.shapes = {name: (tuple(tensor.size), tensor.properties.dtype) for name, tensor in tensors.items()}
@@ -244,21 +250,21 @@ class Reader:
     def read(self, rectangles: list[Rectangle]) -> None:
         """Fills the tensors of `rectangles` in place, converting dtypes."""
         self.require({rectangle.name: rectangle.global_shape for rectangle in rectangles})
-        planner = RectanglePlanner(rectangles, self._chunks)
-        by_file: dict[str, list[ReadItem]] = {}
-        for item in planner.create_local_plan().items:
-            by_file.setdefault(self._metadata.storage_data[item.storage_index].relative_path, []).append(item)
-        for file, items in by_file.items():
-            self._check_file(self.folder / file, {item.storage_index for item in items})
-            try:
-                self._storage.read_data(LoadPlan(items), planner)
-            except (RuntimeError, ValueError, AssertionError, EOFError, pickle.UnpicklingError) as error:
-                raise ValueError(f"{self.folder / file}: cannot read {items[0].storage_index.fqn}: {error}") from error
+        for rectangle in rectangles:
+            tensor = rectangle.tensor.detach()
+            for part in self._chunks.parts(rectangle) if tensor.numel() else ():
+                stored = self._chunk(part.storage_index)[_span(part.storage_offsets, part.lengths)]
+                tensor[_span(part.dest_offsets, part.lengths)].copy_(stored)
 
     def tensor(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """One rectangle as a new tensor of `dtype`."""
+        """One rectangle in `dtype`: where it lies in one chunk and has that dtype, a view of the mapped file."""
+        shape, stored_dtype = self.shapes[name]
+        wanted = Rectangle(name, shape, offsets, torch.empty(sizes, dtype=dtype, device="meta"), owner=False)
+        parts = self._chunks.parts(wanted)
+        if len(parts) == 1 and stored_dtype == dtype:
+            return self._chunk(parts[0].storage_index)[_span(parts[0].storage_offsets, parts[0].lengths)]
         result = torch.empty(sizes, dtype=dtype)
-        self.read([Rectangle(name, self.shapes[name][0], offsets, result, owner=False)])
+        self.read([replace(wanted, tensor=result)])
         return result
 
     def files(self) -> dict[str, list[MetadataIndex]]:
@@ -268,38 +274,44 @@ class Reader:
             found.setdefault(place.relative_path, []).append(index)
         return dict(sorted(found.items()))
 
-    def check_file(self, file: str, indices: list[MetadataIndex]) -> None:
-        """Raises ValueError if a file of `files` is missing, truncated or another one; reads none of the data."""
-        self._check_file(self.folder / file, indices)
-
-    def check_data(self, file: str, indices: list[MetadataIndex]) -> None:
-        """Raises ValueError if a byte of the chunks in a file of `files` is not the one saved; reads all of them."""
+    def check_file(self, indices: list[MetadataIndex]) -> None:
+        """Raises ValueError if the file of these chunks is missing, truncated or another; reads none of the data."""
         for index in indices:
-            dtype, row = self.shapes[index.fqn][1], index.offset[0]
-            near = self._chunks.near(index.fqn, row, row + 1).chunks
-            sizes = next(tuple(chunk.sizes) for chunk in near if chunk.offsets == index.offset)
-            data = self.tensor(index.fqn, tuple(index.offset), sizes, dtype)
-            found, saved = zlib.crc32(data.view(torch.uint8).numpy()), self._metadata.planner_data[index]
+            self._chunk(index)
+
+    def check_data(self, indices: list[MetadataIndex]) -> None:
+        """Raises ValueError if a byte of these chunks is not the one saved; reads all of them."""
+        for index in indices:
+            data = self._chunk(index).view(-1).view(torch.uint8)
+            found, saved = zlib.crc32(data.numpy()), self._metadata.planner_data[index]
             if found != saved:
                 what = f"{index.fqn} at {list(index.offset)} has the checksum {found:#x}, saved was {saved:#x}"
-                raise ValueError(f"{self.folder / file} is damaged: {what}")
+                raise ValueError(f"{self.folder / self._metadata.storage_data[index].relative_path} is damaged: {what}")
 
-    def _check_file(self, file: Path, indices: Iterable[MetadataIndex]) -> None:
-        """Refuses a file that is missing, truncated, or another one under this name; reads none of the data."""
-        places = {index: self._metadata.storage_data[index] for index in indices}
+    def _chunk(self, index: MetadataIndex) -> torch.Tensor:
+        """A stored chunk in the mapped file; refuses a file that is missing, truncated, or another under this name."""
+        place = self._metadata.storage_data[index]
+        file, dtype = self.folder / place.relative_path, self.shapes[index.fqn][1]
+        sizes = self._chunks.sizes(index.fqn, index.offset)
         if not file.is_file():
-            raise ValueError(f"{file} is missing: it holds {next(iter(places)).fqn}")
-        size = file.stat().st_size
+            raise ValueError(f"{file} is missing: it holds {index.fqn}")
         with file.open("rb") as stream:
-            for index, place in places.items():
-                if (end := place.offset + place.length) > size:
-                    raise ValueError(f"{file} is truncated: {index.fqn} ends at byte {end}, the file at byte {size}")
-                try:
-                    found = archive_checksum(stream, place.offset, place.length)
-                except (zipfile.BadZipFile, ValueError) as error:
-                    raise ValueError(f"{file}: cannot read {index.fqn}: {error}") from error
-                if found != self._metadata.planner_data[index]:
-                    raise ValueError(f"{file} is not the file that was saved: it holds other data as {index.fqn}")
+            if (end := place.offset + place.length) > (size := file.stat().st_size):
+                raise ValueError(f"{file} is truncated: {index.fqn} ends at byte {end}, the file at byte {size}")
+            try:
+                archive = archives.find(stream, place.offset, place.length)
+            except (zipfile.BadZipFile, ValueError) as error:
+                raise ValueError(f"{file}: cannot read {index.fqn}: {error}") from error
+        if (archive.nbytes, archive.checksum) != (
+            math.prod(sizes) * dtype.itemsize,
+            self._metadata.planner_data[index],
+        ):
+            raise ValueError(f"{file} is not the file that was saved: it holds other data as {index.fqn}")
+        return archives.mapped(file, archive.start, dtype, tuple(sizes))
+
+
+def _span(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
 
 
 def together(

@@ -66,7 +66,7 @@ def not_finite(folder: Path) -> tuple[int, str]:
 
 def disk_full(folder: Path) -> tuple[int, str]:
     """Rank 1 cannot write the second of three checkpoints; the run goes on and writes the third."""
-    write, done = sharded.FileSystemWriter.write_data, []
+    write, done = sharded.write_file, []
 
     def write_or_fail(*args):
         done.append(1)
@@ -74,7 +74,7 @@ def disk_full(folder: Path) -> tuple[int, str]:
             raise OSError("no space left on device")
         return write(*args)
 
-    sharded.FileSystemWriter.write_data = write_or_fail
+    sharded.write_file = write_or_fail
     flags = {"async_save": True, "save_interval": 1, "save_failure": "continue"}
     return outcome(folder, train_iters=3, save="out", **flags)
 

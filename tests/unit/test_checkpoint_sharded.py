@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron_glm.checkpoint import files, planners, sharded
+from megatron_glm.checkpoint import chunks, files, sharded
 from megatron_glm.checkpoint.files import staged_folder, write_durably
 from megatron_glm.model_config import ModelConfig
 from megatron_glm.parallel.shard import Rectangle
@@ -64,7 +64,7 @@ LAYOUTS = [(0, []), (0, [0.5]), (-1, [0.3, 0.6]), (1, [0.25, 0.5, 0.75]), (0, [0
 
 @pytest.mark.parametrize("chunk_bytes", [48, 1 << 28])
 def test_every_layout_loads_every_other(chunk_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(planners, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", chunk_bytes)
     expected = tensors()
     for number, (dim, bounds) in enumerate(LAYOUTS):
         save(tmp_path, layout(dim, bounds, expected), iteration=number)
@@ -110,25 +110,25 @@ def test_torch_itself_reads_the_format(tmp_path: Path):
 
 @pytest.mark.parametrize("shape, itemsize", [((7, 9), 4), ((5, 3, 4), 2), ((40,), 4), ((2, 40, 3), 4), ((3, 1000), 2)])
 def test_chunks_fill_the_tensor_and_stay_small(shape, itemsize, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(planners, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 100)
     filled = torch.zeros(shape, dtype=torch.int)
-    for offsets, sizes in planners.cut(shape, itemsize):
+    for offsets, sizes in chunks.cut(shape, itemsize):
         filled[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
         assert torch.Size(sizes).numel() * itemsize <= 100 or sizes[-2] == 1, "only a single row may be larger"
         assert len(shape) < 3 or sizes[0] == 1
     assert (filled == 1).all()
-    assert list(planners.cut((0, 4), 4)) == []
+    assert list(chunks.cut((0, 4), 4)) == []
 
 
 def test_stored_chunks_are_at_most_256_mib():
-    assert planners.CHUNK_BYTES == 256 * 2**20
-    sizes = [size for _, size in planners.cut((154880, 6144), 4)]
+    assert chunks.CHUNK_BYTES == 256 * 2**20
+    sizes = [size for _, size in chunks.cut((154880, 6144), 4)]
     assert max(torch.Size(size).numel() * 4 for size in sizes) <= 256 * 2**20
 
 
 def test_files_stay_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """torch keeps every tensor of a file in memory until the file is closed."""
-    monkeypatch.setattr(planners, "CHUNK_BYTES", 200)
+    """One file is synced while the next is written."""
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 200)
     monkeypatch.setattr(sharded, "FILE_BYTES", 500)
     save(tmp_path, layout(0, [], tensors()))
     assert len(list((tmp_path / "iter_0000004").glob("*.distcp"))) >= (17 + 230 + 240) * 4 // 500
@@ -180,7 +180,7 @@ def test_a_failed_save_keeps_the_last_checkpoint(tmp_path: Path, monkeypatch: py
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(sharded.FileSystemWriter, "write_data", full_disk)
+        patch.setattr(sharded, "write_file", full_disk)
         with pytest.raises(OSError, match="no space"):
             save(tmp_path, layout(0, [], tensors()), iteration=2)
     assert sharded.latest(tmp_path) == 1
@@ -192,7 +192,7 @@ def test_a_failed_save_keeps_the_last_checkpoint(tmp_path: Path, monkeypatch: py
 
 def test_what_a_killed_save_left_is_replaced(tmp_path: Path):
     (tmp_path / "iter_0000004.tmp").mkdir()
-    (tmp_path / "iter_0000004.tmp" / "rank00000_00099_0.distcp").write_text("half")
+    (tmp_path / "iter_0000004.tmp" / "rank00000_00099.distcp").write_text("half")
     assert sharded.latest(tmp_path) is None
     save(tmp_path, layout(0, [], tensors()))
     assert len(list((tmp_path / "iter_0000004").glob("*.distcp"))) == 1 and not list(tmp_path.glob("*.tmp"))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_glm.checkpoint import safetensors_io
 from tests import hf_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,10 +22,10 @@ CHUNK, FILE = 4 * MIB, 8 * MIB
 PROGRAM = f'''
 import os, re, sys, threading, time
 from pathlib import Path
-from megatron_glm.checkpoint import convert, hf, planners, sharded
+from megatron_glm.checkpoint import convert, hf, chunks, sharded
 from megatron_glm.checkpoint.output import Run
 
-planners.CHUNK_BYTES, sharded.FILE_BYTES = {CHUNK}, {FILE}
+chunks.CHUNK_BYTES, sharded.FILE_BYTES = {CHUNK}, {FILE}
 os.fsync = lambda descriptor: None
 
 def anonymous():
@@ -86,5 +87,6 @@ def test_peak_memory_does_not_grow_with_the_model(tmp_path: Path):
         taken.append(peaks(tmp_path / name))
     assert sizes[0] > 3 * FILE and sizes[1] > 2 * sizes[0], sizes
     for small, large in zip(*taken, strict=True):
-        assert large <= FILE + 3 * CHUNK, (taken, sizes)
-        assert large <= 1.1 * small + 2 * MIB, (taken, sizes)
+        assert large <= safetensors_io.BUFFER_BYTES + 3 * CHUNK, (taken, sizes)
+        # what malloc keeps and when it is sampled differ by some MB; the models differ by ten times this
+        assert large - small <= (sizes[1] - sizes[0]) / 10, (taken, sizes)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_glm.checkpoint import convert, hf, planners, sharded
+from megatron_glm.checkpoint import chunks, convert, hf, sharded
 from megatron_glm.checkpoint.fp8 import scale_shape
 from megatron_glm.checkpoint.output import Run
 from megatron_glm.model_config import ModelConfig
@@ -43,7 +43,7 @@ def round_trip(tmp_path: Path) -> dict[str, torch.Tensor]:
 
 def test_round_trip_is_bitwise_with_mtp_and_fp32_bias(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Chunks and files are made small, so that every tensor is cut and spread over several files."""
-    monkeypatch.setattr(planners, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 3000)
     monkeypatch.setattr(sharded, "FILE_BYTES", 20_000)
     tensors = hf_folder.make_folder(tmp_path / "hf")
     assert tensors["model.layers.6.mlp.gate.e_score_correction_bias"].dtype == torch.float32
@@ -123,7 +123,7 @@ def quantize(tensors: dict[str, torch.Tensor], block: int) -> tuple[dict, dict, 
 
 def test_fp8_input_is_scaled_and_the_export_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Scales lie in another file than their weights, blocks are ragged, chunks start in the middle of blocks."""
-    monkeypatch.setattr(planners, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 3000)
     quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]}
     raw = hf_folder.tiny_config(quantization_config=quantization)
     stored, meant, place = quantize(hf_folder.make_folder(tmp_path / "plain"), 16)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_glm.checkpoint import convert, hf, output, planners, sharded
+from megatron_glm.checkpoint import chunks, convert, hf, output, sharded
 from megatron_glm.checkpoint.output import Run
 from megatron_glm.checkpoint.safetensors_io import DTYPE_NAMES, INDEX_NAME
 from megatron_glm.model_config import ModelConfig
@@ -31,7 +31,7 @@ PEAK += "finally: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file
 def small_and_not_synced(monkeypatch: pytest.MonkeyPatch):
     """Waiting for the disk shows nothing here; small files and chunks make many of a small model."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    monkeypatch.setattr(planners, "CHUNK_BYTES", 20_000)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 20_000)
     monkeypatch.setattr(sharded, "FILE_BYTES", 60_000)
 
 
@@ -73,7 +73,7 @@ def test_dry_run_at_full_size_from_headers(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     *files, summary = done.stdout.splitlines()
     assert summary.startswith(f"would write {len(files)} files with 1369 tensors, {total} bytes")
-    assert "part00000_0.distcp  536.9 MB  1 tensors  embed_tokens.weight" in files
+    assert "part00000.distcp  536.9 MB  1 tensors  embed_tokens.weight" in files
     assert int(done.stderr.split()[-1]) < 10**6, "KiB of memory"
     assert not (tmp_path / "ckpt").exists()
 
@@ -100,14 +100,14 @@ def test_dry_run_of_an_export_lists_the_files_that_it_writes(tmp_path: Path, mon
 
 def test_one_expert_is_found_without_its_neighbours():
     """Of 10,000 experts' chunks only that of the one is looked at, and row blocks of unequal sizes are all found."""
-    place, kind = planners.ChunkStorageMetadata, planners.TensorProperties(torch.bfloat16)
+    place, kind = chunks.ChunkStorageMetadata, chunks.TensorProperties(torch.bfloat16)
     experts = [place(torch.Size((e, 0, 0)), torch.Size((1, 2, 2))) for e in reversed(range(10_000))]
     rows = [place(torch.Size((a, 0)), torch.Size((b - a, 2))) for a, b in ((0, 7), (7, 8), (8, 20))]
     tensors = {
-        "experts": planners.TensorStorageMetadata(kind, torch.Size((10_000, 2, 2)), experts),
-        "rows": planners.TensorStorageMetadata(kind, torch.Size((20, 2)), rows),
+        "experts": chunks.TensorStorageMetadata(kind, torch.Size((10_000, 2, 2)), experts),
+        "rows": chunks.TensorStorageMetadata(kind, torch.Size((20, 2)), rows),
     }
-    stored = planners.StoredChunks(planners.Metadata(tensors))
+    stored = chunks.StoredChunks(chunks.Metadata(tensors))
     assert [chunk.offsets[0] for chunk in stored.near("experts", 4711, 4712).chunks] == [4711]
     assert {0, 7} <= {chunk.offsets[0] for chunk in stored.near("rows", 6, 8).chunks}
     assert {8} <= {chunk.offsets[0] for chunk in stored.near("rows", 19, 20).chunks}

@@ -128,7 +128,7 @@ def test_what_killed_saves_left_does_not_stop_a_restart(run):
     run(train_iters=3, save="out", save_interval=1)
     whole = tensors("out", 3)
     Path("out/iter_0000004.tmp").mkdir()
-    Path("out/iter_0000004.tmp/rank00000_00000_0.distcp").write_text("half")
+    Path("out/iter_0000004.tmp/rank00000_00000.distcp").write_text("half")
     Path("out/latest_checkpointed_iteration.txt").write_text("2")
     run(preset=None, load="out", save="out", train_iters=3, log_file="log.jsonl")
     assert [record["iteration"] for record in records("log.jsonl")] == [3]

@@ -1,0 +1,73 @@
+"""Tensors in files: written as the archives that torch.save makes, one after the other, and read where they lie.
+
+torch's checkpoint reader can read each archive. Here its bytes are used in the mapped file, so that only the rows that
+are asked for are read, without a copy, and no memory is anonymous.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import mmap
+import zipfile
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import torch
+
+ALIGNMENT = 64  # bytes; torch aligns the data within an archive, here each archive is aligned in its file
+
+
+class Archive(NamedTuple):
+    """Where the bytes of the tensor in an archive lie in its file, and their CRC-32."""
+
+    start: int
+    nbytes: int
+    checksum: int
+
+
+def append(stream: BinaryIO, tensor: torch.Tensor) -> tuple[int, int]:
+    """Writes the tensor at the end of `stream`; returns (start, length) of its archive."""
+    stream.write(bytes(-stream.tell() % ALIGNMENT))
+    start = stream.tell()
+    torch.save(_alone(tensor), stream)
+    return start, stream.tell() - start
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """On the host, contiguous, and without a neighbour in its storage: torch.save writes whole storages."""
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    raw = torch.frombuffer(tensor.view(-1).view(torch.uint8).numpy(), dtype=torch.uint8)
+    return raw.view(tensor.dtype).view(tensor.shape)
+
+
+def find(stream: BinaryIO, start: int, length: int) -> Archive:
+    """The archive of one tensor at these bytes of `stream`, from its directory at its end; reads none of the data.
+
+    Raises: zipfile.BadZipFile or ValueError if there is none.
+    """
+    tail = min(length, 4096)
+    stream.seek(start + length - tail)
+    with zipfile.ZipFile(io.BytesIO(stream.read(tail))) as directory:
+        [record] = [entry for entry in directory.infolist() if "/data/" in entry.filename]
+    header = start + length - tail + record.header_offset  # which counts from where `tail` begins
+    stream.seek(header)
+    fixed = stream.read(30)  # the lengths of the name and of the extra field that follow it are its end
+    name, extra = int.from_bytes(fixed[26:28], "little"), int.from_bytes(fixed[28:30], "little")
+    return Archive(header + len(fixed) + name + extra, record.file_size, record.CRC)
+
+
+def mapped(file: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """The tensor at byte `start` of the file: costs no memory until it is touched, and then none that is anonymous."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if not nbytes:
+        return torch.empty(shape, dtype=dtype)
+    page = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    with file.open("rb") as stream:  # private: torch has no read-only tensors, and warns of read-only memory
+        content = mmap.mmap(stream.fileno(), start - page + nbytes, access=mmap.ACCESS_COPY, offset=page)
+    raw = torch.frombuffer(content, dtype=torch.uint8, offset=start - page, count=nbytes)
+    if start % dtype.itemsize:  # legal in safetensors, but torch cannot view it in place
+        raw = raw.clone()
+    return raw.view(dtype).view(shape)
