@@ -1,9 +1,10 @@
 from setuptools import find_packages, setup
 
+LOGGING = ["tensorboard", "wandb", "matplotlib"]
 EXTRAS = {
-    "test": ["pytest", "pytest-timeout", "ruff==0.17.6", "transformers>=5.24", "pyarrow", "sentencepiece"],
+    "test": ["pytest", "pytest-timeout", "ruff==0.17.6", "transformers>=5.24", "pyarrow", "sentencepiece", *LOGGING],
     "data": ["pyarrow", "sentencepiece"],
-    "logging": ["tensorboard", "wandb"],
+    "logging": LOGGING,
     # Hopper kernels. tilelang needs apache-tvm-ffi < 0.1.13; later flashmla builds need a newer torch than 2.11.
     "gpu": [
         "tilelang==0.1.15",

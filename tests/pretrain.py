@@ -1,0 +1,36 @@
+"""pretrain_glm.py on a tiny model and made-up data, called as from the command line."""
+
+from __future__ import annotations
+
+import sys
+from unittest.mock import patch
+
+from tests.distributed import close_groups
+from tests.finetune import SHAPE
+
+FLAGS = {"mock-data": True, "seq-length": 32, "global-batch-size": 2, "lr": 0.01, "eval-iters": 1}
+
+
+def pretrain(preset: str | None = "glm5.2-tiny", **given) -> None:
+    """What pretrain_glm.py does in this folder, with these flags on top of the tiny ones; a list is several words."""
+    import pretrain_glm
+
+    flags = FLAGS | {"hf-config": preset} | (SHAPE if preset else {})
+    flags |= {name.replace("_", "-"): value for name, value in given.items()}
+    words = ["pretrain_glm.py"]
+    for name, value in flags.items():
+        if value:
+            values = [] if value is True else value if isinstance(value, list) else [value]
+            words += [f"--{name}", *map(str, values)]
+    initialize, made = pretrain_glm.initialize, []
+
+    def noted(config):
+        made.append(initialize(config))
+        return made[0]
+
+    with patch.object(sys, "argv", words), patch.object(pretrain_glm, "initialize", noted):
+        try:
+            pretrain_glm.main()
+        finally:
+            for groups in made:
+                close_groups(groups)

@@ -1,0 +1,179 @@
+"""Where records go: the JSON file over kills and restarts, TensorBoard, Weights & Biases, profiles, and the picture."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_glm.config import LoggingConfig
+from megatron_glm.training.initialize import one_line_errors
+from megatron_glm.training.sinks import JsonLines, numbers, require_packages
+from tests.finetune import keep_default_group
+from tests.pretrain import pretrain
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return pretrain
+
+
+def iterations(path: Path) -> list[int]:
+    return [json.loads(line)["iteration"] for line in path.read_text().splitlines()]
+
+
+def written(path: Path, start: int, *records: int) -> None:
+    sink = JsonLines(path, start)
+    for iteration in records:
+        sink.write({"iteration": iteration, "lm_loss": 1.0})
+    sink.close()
+
+
+def test_what_came_after_the_checkpoint_is_cut_from_the_log(tmp_path):
+    path = tmp_path / "new" / "log.jsonl"
+    written(path, 0, 1, 2, 3, 4)
+    with path.open("a") as file:
+        file.write('{"iteration": 5, "lm_l')  # a kill in the middle of a line
+    written(path, 4, 5)
+    assert iterations(path) == [1, 2, 3, 4, 5]
+    written(path, 2, 3)
+    assert iterations(path) == [1, 2, 3]
+    written(path, 0, 1)
+    assert iterations(path) == [1]
+
+
+@pytest.mark.parametrize("line", ["text", '{"loss": 1}', "[1]", "3"])
+def test_a_file_of_another_kind_is_not_overwritten(tmp_path, line):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"iteration": 1}}\n{line}\n')
+    with pytest.raises(ValueError, match="rows.jsonl exists, but its line 2 is no record of an iteration"):
+        JsonLines(path, 5)
+    assert path.read_text().endswith(f"{line}\n")
+
+
+def test_only_numbers_reach_curves():
+    record = {"iteration": 3, "lm_loss": None, "skipped": "nan", "samples": ["a"], "lr": 0.5, "load": {"layer_01": 2.0}}
+    assert dict(numbers(record)) == {"lr": 0.5, "load/layer_01": 2.0}
+
+
+@pytest.mark.parametrize("flag, package", [("tensorboard_dir", "tensorboard"), ("wandb_project", "wandb")])
+def test_a_missing_package_is_one_error_that_names_the_extra(run, monkeypatch, capsys, flag, package):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
+    with keep_default_group(), pytest.raises(SystemExit) as stop, one_line_errors():
+        run(train_iters=1, **{flag: "here"})
+    message = capsys.readouterr().err
+    name = "--" + flag.replace("_", "-")
+    assert stop.value.code == 2 and message.count("\n") == 1
+    assert message == f"error: {name} here needs the package {package}: pip install 'megatron-glm[logging]'\n"
+    require_packages(LoggingConfig())
+
+
+def test_tensorboard_goes_on_after_a_restart(run):
+    """The killed run came to iteration 4, its checkpoint is of 2: curves have each iteration once."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run(train_iters=4, save="out", save_interval=2, tensorboard_dir="tb", eval_interval=2)
+    Path("out/latest_checkpointed_iteration.txt").write_text("2")
+    run(preset=None, load="out", train_iters=5, tensorboard_dir="tb", eval_interval=2, lr_decay_iters=4)
+    events = accumulator.EventAccumulator("tb")
+    events.Reload()
+    assert [event.step for event in events.Scalars("lm_loss")] == [1, 2, 3, 4, 5]
+    assert [event.step for event in events.Scalars("valid_lm_loss")] == [2, 4, 5]
+    wanted = {"grad_norms/attention", "router_load/layer_01", "expert_bias_max/layer_02", "peak_memory_bytes"}
+    assert wanted | {"learning_rate", "grad_norm", "tokens_per_second_per_gpu"} <= set(events.Tags()["scalars"])
+
+
+def test_statistics_come_with_the_log_lines_only(run):
+    run(train_iters=3, log_interval=2, log_file="log.jsonl")
+    records = [json.loads(line) for line in Path("log.jsonl").read_text().splitlines()]
+    assert ["grad_norms" in record for record in records] == [False, True, True]  # the last one has a line, too
+
+
+def test_without_a_sink_no_statistics_are_made(run, monkeypatch):
+    from megatron_glm.training import step
+
+    monkeypatch.setattr(step, "statistics", None)
+    run(train_iters=1)
+
+
+def test_weights_and_biases_keeps_the_run_over_restarts(run, monkeypatch):
+    """Offline, with a stand-in for the package: what it is told, and the checkpoint's id of the run."""
+    calls = []
+
+    class Run:
+        def log(self, values, step):
+            calls.append((step, values))
+
+        def finish(self):
+            calls.append("finish")
+
+    class Package:
+        Error = RuntimeError
+
+        @staticmethod
+        def init(**arguments):
+            calls.append(arguments)
+            return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", Package)
+    monkeypatch.setattr("megatron_glm.training.sinks.require_packages", lambda logging: None)
+    monkeypatch.setattr("megatron_glm.training.initialize.require_packages", lambda logging: None)
+    flags = {"wandb_project": "glm", "wandb_exp_name": "tiny", "wandb_save_dir": "wb"}
+    run(train_iters=2, save="out", save_interval=1, **flags)
+    run(preset=None, load="out", train_iters=3, **flags)
+    first, second = (call for call in calls if isinstance(call, dict))
+    assert first["id"] == second["id"] and first["resume"] == "allow"
+    assert (first["project"], first["name"], first["dir"]) == ("glm", "tiny", "wb") and Path("wb").is_dir()
+    assert first["config"]["train"]["train_iters"] == 2
+    assert [call[0] for call in calls if isinstance(call, tuple)] == [1, 2, 3] and calls.count("finish") == 2
+    assert all(
+        isinstance(value, int | float) for call in calls if isinstance(call, tuple) for value in call[1].values()
+    )
+
+
+def test_weights_and_biases_offline(run, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run(train_iters=1, wandb_project="glm", wandb_save_dir="wb")
+    assert list(Path("wb").rglob("*.wandb"))
+
+
+def test_a_profile_is_a_chrome_trace_of_the_chosen_iterations(run):
+    run(train_iters=3, profile=True, profile_step_start=1, profile_step_end=2)
+    run(train_iters=2, profile=True, profile_step_start=1, profile_step_end=9, profile_dir="late")  # to the run's end
+    for folder in ("profile", "late"):
+        [trace] = Path(folder).iterdir()
+        assert trace.name == "rank00000_from_iteration2.json.gz"
+        names = {event.get("name", "") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+        assert "aten::mm" in names
+
+
+def plot(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, ROOT / "tools/plot_log.py", *words], capture_output=True, text=True)
+
+
+def test_plot_draws_runs_of_different_lengths(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    for name, count in (("a", 3000), ("b", 3)):
+        Path(name).mkdir()
+        records = [{"iteration": i, "lm_loss": 1 / i, "grad_norm": 1.0} for i in range(1, count + 1)]
+        records[1] |= {"valid_lm_loss": 0.5, "tokens_per_second_per_gpu": 10.0, "peak_memory_bytes": 2**30}
+        records[2] |= {"lm_loss": None}
+        Path(name, "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + '{"iterat')
+    done = plot("a/log.jsonl", "b/log.jsonl", "--save", "pictures/runs.png")
+    assert (done.returncode, done.stdout) == (0, "pictures/runs.png: 2 runs\n"), done.stderr
+    assert Path("pictures/runs.png").read_bytes().startswith(b"\x89PNG")
+    Path("bad.jsonl").write_text("{}\n")
+    done = plot("bad.jsonl")
+    assert (done.returncode, done.stderr) == (2, "error: bad.jsonl line 1 is no record of an iteration\n")
+    done = plot("none.jsonl")
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and "none.jsonl" in done.stderr
