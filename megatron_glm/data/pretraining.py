@@ -62,8 +62,8 @@ class PrefixSamples:
         if self.packs_per_epoch < 1:
             raise ValueError(
                 f"--seq-length {seq_length} takes {seq_length + 1} tokens, but {where} has {self.token_count}, in"
-                f" {end - begin} of the {len(dataset)} documents of {dataset.prefix}: give it more, or a smaller"
-                " --seq-length"
+                f" {end - begin} of the {len(dataset)} documents of {dataset.prefix}: give it more, no share"
+                " at all, or a smaller --seq-length"
             )
         self.require(self.packs_per_epoch if samples is None else samples)
         key = cache_key(
