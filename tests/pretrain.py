@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
+from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
+
+from megatron_glm.data.indexed import IndexedWriter
 from tests.distributed import close_groups
 from tests.finetune import SHAPE
 
@@ -34,3 +39,13 @@ def pretrain(preset: str | None = "glm5.2-tiny", **given) -> None:
         finally:
             for groups in made:
                 close_groups(groups)
+
+
+def write_corpus(prefix: str, documents: int = 60) -> np.ndarray:
+    """Files of Python sources as characters below 64, cut into documents of 40 lines; returns all tokens."""
+    lines = Path(argparse.__file__).read_text().upper().splitlines(keepends=True)
+    with IndexedWriter(prefix, np.uint16) as writer:
+        for i in range(documents):
+            ids = np.frombuffer("".join(lines[40 * i : 40 * i + 40]).encode(), np.uint8).astype(np.uint16) % 64
+            writer.add_document(ids)
+    return np.fromfile(f"{prefix}.bin", np.uint16)
