@@ -125,7 +125,7 @@ def build_parser(description: str | None = None, data: DataSection = DataConfig)
         hints = typing.get_type_hints(section)
         for field in dataclasses.fields(section):
             _add_flag(group, flag_name(field.name), field, hints[field.name])
-    group = parser.add_argument_group("model", "the shape comes from --hf-config, else from --load")
+    group = parser.add_argument_group("model", "the shape comes from --hf-config, else from --load or --load-hf")
     group.add_argument("--hf-config", metavar="DIR|PRESET", help="folder with a config.json, or glm5, glm5.1, glm5.2 …")
     hints = typing.get_type_hints(ModelConfig)
     for field in dataclasses.fields(ModelConfig):
@@ -149,19 +149,23 @@ def resolve(flags: argparse.Namespace, data: DataSection = DataConfig) -> RunCon
         sections["kernels"] = dataclasses.replace(sections["kernels"], attention_backend="cudnn")
     load, source = sections["checkpoint"].load, given.get("hf_config")
     checkpoint = None if load is None else _latest_checkpoint(load)
-    if source is None and checkpoint is None:
-        raise ValueError("give --hf-config DIR or PRESET, or --load a checkpoint: the model has no shape yet")
+    weights = sections["checkpoint"].load_hf
+    if weights is not None and not (Path(weights) / "config.json").is_file():
+        raise ValueError(f"--load-hf {weights}: the folder holds no model (config.json is missing)")
+    if source is None and checkpoint is None and weights is None:
+        raise ValueError("give --hf-config DIR or PRESET, --load or --load-hf: the model has no shape yet")
     overrides = {f.name: given[f.name] for f in dataclasses.fields(ModelConfig) if f.name in given}
-    if source is not None and checkpoint is not None:
-        _require_same_model(source, checkpoint, overrides)
-    model = ModelConfig.from_hf(source or checkpoint, **overrides)
-    candidates = [Path(source)] if source else []
+    for flag, folder in (("--load", checkpoint), ("--load-hf", weights)):
+        if source is not None and folder is not None:
+            _require_same_model(source, flag, Path(folder), overrides)
+    model = ModelConfig.from_hf(source or weights or checkpoint, **overrides)
+    candidates = [Path(folder) for folder in (weights, source) if folder]
     candidates += [checkpoint / "hf"] if checkpoint else []
     hf_folder = next((str(folder) for folder in candidates if folder.is_dir()), None)
     return RunConfig(model=model, hf_folder=hf_folder, **sections)
 
 
-def _require_same_model(source: str, checkpoint: Path, overrides: dict[str, Any]) -> None:
+def _require_same_model(source: str, flag: str, checkpoint: Path, overrides: dict[str, Any]) -> None:
     """Refuses a checkpoint of another model than --hf-config says: the shapes alone do not tell GLM-5 from GLM-5.2.
 
     Fields that a flag overrides may differ, and those that do not enter the forward.
@@ -175,7 +179,7 @@ def _require_same_model(source: str, checkpoint: Path, overrides: dict[str, Any]
         ours, theirs = getattr(wanted, field.name), getattr(stored, field.name)
         if field.name not in free and ours != theirs:
             raise ValueError(
-                f"--load {checkpoint} is of another model: its {field.name} is {theirs}, that of --hf-config {source} "
+                f"{flag} {checkpoint} is of another model: its {field.name} is {theirs}, that of --hf-config {source} "
                 f"is {ours}; load the right one, or leave --hf-config out"
             )
 

@@ -172,6 +172,7 @@ class OptimizerConfig(Section):
 class CheckpointConfig(Section):
     save: str | None = option(None, "folder to write checkpoints to")
     load: str | None = option(None, "folder to load the latest checkpoint from; a converted one is iteration 0")
+    load_hf: str | None = option(None, "Hugging Face folder to start from, without a converted checkpoint")
     save_interval: int | None = option(None, "iterations between checkpoints (default: only at the end)")
     async_save: bool = option(False, "write checkpoints from a copy in host memory while training goes on")
     keep_last: int | None = option(None, "checkpoints to keep, older ones are removed (default: all)")
@@ -187,6 +188,8 @@ class CheckpointConfig(Section):
             if getattr(self, name) and self.save is None:
                 value = getattr(self, name)
                 raise ValueError(f"{flag_name(name)}{'' if value is True else f' {value}'} needs --save")
+        if self.load is not None and self.load_hf is not None:
+            raise ValueError(f"--load {self.load} and --load-hf {self.load_hf} both set the weights: give one")
         for name in ("finetune", "no_load_optim"):
             if getattr(self, name) and self.load is None:
                 raise ValueError(f"{flag_name(name)} needs --load")

@@ -9,6 +9,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -82,6 +83,19 @@ def describe(pieces: Iterable[Piece]) -> Metadata:
         if filled != wanted or distinct != len(tensor.chunks):
             raise ValueError(f"the owners of {name} write {filled} elements of {wanted}; each must be written once")
     return Metadata(tensors)
+
+
+def require(stored: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]], source: Path) -> None:
+    """Raises one ValueError that lists the first tensors which `source` lacks or has in another global shape."""
+    faults = []
+    for name, shape in wanted.items():
+        if name not in stored:
+            faults.append(f"{name} {list(shape)} is not in the checkpoint")
+        elif tuple(stored[name]) != tuple(shape):
+            faults.append(f"{name} is {list(stored[name])} in the checkpoint, {list(shape)} in the model")
+    if faults:
+        more = f"; and {len(faults) - 5} more" if len(faults) > 5 else ""
+        raise ValueError(f"{source} is of another model: {'; '.join(faults[:5])}{more}")
 
 
 class StoredChunks:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from ..model_config import ModelConfig
+from ..parallel.shard import Rectangle
+from .chunks import cut, require
 from .fp8 import EXPORT_BLOCK, SCALE_SUFFIX, dequantize, scale_shape
 from .safetensors_io import SafetensorsFolder
 
@@ -216,20 +218,37 @@ class HFCheckpoint:
                 result[index] = self._piece(tensor, low, high)
         return result
 
+    def fill(self, rectangles: list[Rectangle]) -> None:
+        """Fills rectangles of canonical tensors in place, converting dtypes; reads only what is in them.
+
+        Raises: ValueError that lists the first tensors which the folder lacks or has in another shape.
+        """
+        wanted = {rectangle.name: rectangle.global_shape for rectangle in rectangles}
+        require({name: shape for name, (shape, _) in self.shapes.items()}, wanted, self.folder)
+        for rectangle in rectangles:
+            tensor = rectangle.tensor.detach()
+            for offsets, sizes in cut(tensor.shape, tensor.dtype.itemsize):
+                index = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+                place = tuple(a + b for a, b in zip(rectangle.offsets, offsets, strict=True))
+                tensor[index].copy_(self.read(rectangle.name, place, sizes))
+
     def _piece(self, tensor: HFTensor, low: list[int], high: list[int]) -> torch.Tensor:
-        """Canonical rows [low, high) of one Hugging Face tensor; only dim 0 of a matrix is ever cut."""
+        """Canonical rows and columns [low, high) of one Hugging Face tensor."""
         data = self.source.tensor(tensor.key).view(tensor.sizes)
         index = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, tensor.offsets, strict=True))
         scale_key = tensor.key + SCALE_SUFFIX
         if scale_key not in self.source.entries:
             return self._cast(tensor, data[index])
         scales = self.source.tensor(scale_key)
+        *rows, columns = index  # a row of scales is for whole rows
         if data.dim() == 2:
-            return dequantize(data[index], scales, self.block, tensor.dtype, index[0].start)
+            return dequantize(data[rows[0]], scales, self.block, tensor.dtype, rows[0].start)[:, columns]
         scales = scales.view(data.shape[0], *scales.shape[-2:])
-        experts = range(index[0].start, index[0].stop)
-        rows = [dequantize(data[e][index[1:]], scales[e], self.block, tensor.dtype, index[1].start) for e in experts]
-        return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
+        experts = [
+            dequantize(data[e, rows[1]], scales[e], self.block, tensor.dtype, rows[1].start)[:, columns]
+            for e in range(rows[0].start, rows[0].stop)
+        ]
+        return experts[0].unsqueeze(0) if len(experts) == 1 else torch.stack(experts)
 
     def _cast(self, tensor: HFTensor, data: torch.Tensor) -> torch.Tensor:
         if data.dtype == tensor.dtype:

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from ..model_config import ModelConfig
 from ..parallel.shard import Rectangle
 from . import archives
-from .chunks import Chunk, Piece, StoredChunks, cut, describe
+from .chunks import Chunk, Piece, StoredChunks, cut, describe, require
 from .files import UNFINISHED, BackgroundSync, copy_side_files, remove_folder, staged_folder, write_durably
 
 FILE_BYTES = 512 << 20  # one file of a writer is synced while the next is written
@@ -236,16 +236,7 @@ class Reader:
 
     def require(self, wanted: dict[str, tuple[int, ...]]) -> None:
         """Raises one ValueError that lists the first tensors which are missing or have another global shape."""
-        faults = []
-        for name, shape in wanted.items():
-            stored = self.shapes[name][0] if name in self.shapes else None
-            if stored is None:
-                faults.append(f"{name} {list(shape)} is not in the checkpoint")
-            elif stored != tuple(shape):
-                faults.append(f"{name} is {list(stored)} in the checkpoint, {list(shape)} in the model")
-        if faults:
-            more = f"; and {len(faults) - 5} more" if len(faults) > 5 else ""
-            raise ValueError(f"{self.folder} is of another model: {'; '.join(faults[:5])}{more}")
+        require({name: shape for name, (shape, _) in self.shapes.items()}, wanted, self.folder)
 
     def read(self, rectangles: list[Rectangle]) -> None:
         """Fills the tensors of `rectangles` in place, converting dtypes."""

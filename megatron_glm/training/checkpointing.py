@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from megatron_glm.checkpoint import sharded
+from megatron_glm.checkpoint.hf import HFCheckpoint
 from megatron_glm.config import PretrainDataConfig, RunConfig, flag_name
 from megatron_glm.data.loader import MicroBatches
 from megatron_glm.model.glm import GLMChunk
@@ -194,16 +195,20 @@ def load_checkpoint(
     groups: ParallelGroups,
     data: MicroBatches | None = None,
 ) -> Progress:
-    """Fill model and optimizer from the latest checkpoint of --load and say where that run stood.
+    """Fill model and optimizer from the latest checkpoint of --load, or the model from the folder --load-hf.
 
     Weights only, at iteration 0, without an optimizer, with --finetune and from a converted checkpoint; weights only,
-    but at the iteration and data position of the checkpoint, with --no-load-optim.
+    but at the iteration and data position of the checkpoint, with --no-load-optim. Returns where that run stood.
 
     Args:
         data: what this run trains on; needed where an optimizer is given.
     Raises:
         ValueError: if the checkpoint is of another model, or resuming it would deal other data.
     """
+    if (source := config.checkpoint.load_hf) is not None:
+        wanted = config.model.num_nextn_predict_layers
+        sharded.together(groups.checkpoint, lambda: load_hf(Path(source), model_rectangles(chunks), wanted))
+        log(f"loaded {source} (weights only)")
     if config.checkpoint.load is None:
         return Progress()
     folder = Path(config.checkpoint.load)
@@ -229,6 +234,19 @@ def load_checkpoint(
     sharded.load(folder, iteration, rectangles, groups.checkpoint)
     log(f"loaded iteration {iteration} of {folder} ({what})")
     return progress
+
+
+def load_hf(folder: Path, rectangles: list[Rectangle], mtp_layers: int) -> None:
+    """Fill this rank's part of the model from a Hugging Face folder, reading no more than that.
+
+    Raises: ValueError if the folder is damaged or of another model.
+    """
+    checkpoint = HFCheckpoint(folder)
+    if (stored := checkpoint.config.num_nextn_predict_layers) < mtp_layers:
+        raise ValueError(
+            f"{folder} holds {stored} MTP layers, the model has {mtp_layers}: give --mtp-num-layers {stored}"
+        )
+    checkpoint.fill(rectangles)
 
 
 def data_order(config: RunConfig, data: MicroBatches) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def build_chunks(config: RunConfig, groups: ParallelGroups) -> list[GLMChunk]:
             )
         shard_chunk(chunk, groups, config.parallel, config.train.bf16)
         chunk.to_empty(device=current_device())
-        if config.checkpoint.load is None:
+        if config.checkpoint.load is None and config.checkpoint.load_hf is None:
             initialize_weights(chunk, config.train.seed)
         else:
             for tensor in (*chunk.parameters(), *chunk.buffers()):

@@ -62,8 +62,12 @@ def planned_config(flags: argparse.Namespace, data: DataSection = DataConfig) ->
     if load is not None and not Path(load, "latest_checkpointed_iteration.txt").is_file() and "hf_config" in given:
         warnings.append(f"--load {load}: the folder holds no checkpoint; convert one with tools/convert_hf.py")
         del given["load"]
+    load_hf = given.get("load_hf")
+    if load_hf is not None and not Path(load_hf, "config.json").is_file() and "hf_config" in given:
+        warnings.append(f"--load-hf {load_hf}: the folder holds no model (config.json is missing)")
+        del given["load_hf"]
     config = resolve(argparse.Namespace(**given), data)
-    config = replace(config, checkpoint=replace(config.checkpoint, load=load))
+    config = replace(config, checkpoint=replace(config.checkpoint, load=load, load_hf=load_hf))
     if "attention_backend" not in given and config.train.bf16:
         config = replace(config, kernels=replace(config.kernels, attention_backend=CUDA_BACKEND))
     planned = _planned_pretraining if data is PretrainDataConfig else _planned_finetuning
