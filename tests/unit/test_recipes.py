@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from megatron_glm.config import RunConfig
 from megatron_glm.model_config import ModelConfig
 from megatron_glm.parallel.grid import check_layout
 from megatron_glm.parallel.pipeline.layout import build_layout
+from megatron_glm.training.planning import GIB, Plan
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -141,6 +143,40 @@ def test_a_recipe_names_the_published_model_and_data(box, name):
     wanted = [tulu] if packing == "best-fit" else [hellaswag, ("rowan/hellaswag", "validation")]
     assert re.findall(r"load_dataset\('(.+?)', split='(.+?)'\)", done.stderr) == wanted
     assert f"hf download zai-org/{preset.replace('glm', 'GLM-')} " in done.stderr
+
+
+def documented() -> list[list[str]]:
+    """Rows of the table of verdicts in docs/recipes.md: script, nodes, GPUs, flags added, peak, verdict."""
+    lines = (ROOT / "docs" / "recipes.md").read_text().splitlines()
+    cells = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return [row for row in cells if row[-1] in ("fits", "does not fit")]
+
+
+def test_the_documented_verdicts_are_those_of_the_planner(box):
+    rows = documented()
+    assert {row[0] for row in rows} == {f"{name}.sh" for name in RECIPES}
+    for script, nodes, gpus, flags, peak, verdict in rows:
+        _, config = launched(box, script, *flags.split(), NNODES=nodes)
+        planned = Plan.create(config, int(gpus), 8).peak()
+        assert int(gpus) == 8 * int(nodes)
+        assert [f"{planned / GIB:.1f}", "fits" if planned <= 80 * GIB else "does not fit"] == [peak, verdict], script
+
+
+@pytest.mark.timeout(900)
+def test_one_recipe_runs_in_small(tmp_path):
+    """Eight processes that train, and the settings that they print."""
+    environment = os.environ | {"SCALE": "tiny", "PYTHON": sys.executable, "TINY_FOLDER": str(tmp_path)}
+    command = ["bash", str(ROOT / "examples/glm5.2_32k_cp8.sh"), "--train-iters", "1"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(" iteration        1/       1 | consumed samples:            8 |") == 1
+    printed = dict(re.findall(r"^  (\w+) = (.+)$", done.stdout, re.M))
+    wanted = {"context_parallel_size": "2", "pipeline_model_parallel_size": "2", "expert_model_parallel_size": "4"}
+    wanted |= {"num_layers_per_virtual_pipeline_stage": "1", "moe_token_dispatcher_type": "hybrid", "seed": "1234"}
+    wanted |= {"recompute_granularity": "full", "packing": "best-fit", "bf16": "True", "lr": "1e-05"}
+    assert wanted.items() <= printed.items()
+    assert (tmp_path / "glm5.2_32k_cp8/latest_checkpointed_iteration.txt").read_text().strip() == "1"
+    assert "Warning" not in done.stderr
 
 
 @pytest.mark.parametrize("name", RECIPES)

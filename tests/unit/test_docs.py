@@ -1,0 +1,184 @@
+"""README and docs/: every command runs here on a small model, or says what it needs and is checked as far as it can be.
+
+A fenced `bash` block whose first line is `# needs: …` is not run: its files must exist and its flags must be known.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from megatron_glm.arguments import add_plan_flags, build_parser
+from tests.preloaded import python
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+NEEDS = "# needs: "
+FREE = {"hf", "source", "export", "cd", "mkdir"}  # not ours
+EXTRAS = {"test", "data", "logging", "gpu", "te"}
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"^```bash\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
+
+
+def commands(block: str) -> list[list[str]]:
+    """The words of each simple command, without comments and variables that are set for it."""
+    found, pending = [], ""
+    for line in block.splitlines():
+        pending += line.removesuffix("\\") + ("\n" if not line.endswith("\\") else " ")
+        if line.endswith("\\"):
+            continue
+        try:
+            words = shlex.split(pending, comments=True)
+        except ValueError:  # a quotation that goes on in the next line
+            continue
+        pending = ""
+        while words and re.match(r"[A-Z_]+=", words[0]):
+            words = words[1:]
+        if words:
+            found.append(words)
+    assert not pending.strip(), f"unfinished: {pending}"
+    return found
+
+
+def check(words: list[str]) -> None:
+    """What can be said of a command without running it: files, targets and extras exist, flags are known."""
+    program, rest = words[0], words[1:]
+    if program == "torchrun":
+        from torch.distributed.run import get_args_parser
+
+        flags = get_args_parser().parse_args(rest)
+        check(["python", flags.training_script, *flags.training_script_args])
+    elif program in ("bash", "sbatch"):
+        script = next(word for word in rest if not word.startswith("--"))
+        assert (ROOT / script).is_file(), script
+        flags = rest[rest.index(script) + 1 :]
+        if "glm5" in script:
+            known_flags("finetune_glm.py", flags)
+        else:
+            assert not flags, words
+    elif program in ("pip", "python", "python3") and "install" in rest or "wheel" in rest:
+        named = re.findall(r"\.\[(.*?)\]", " ".join(rest))
+        assert {extra for extras in named for extra in extras.split(",")} <= EXTRAS, words
+    elif program.startswith("python") and rest[0] == "-c":
+        compile(rest[1], "<docs>", "exec")
+    elif program.startswith("python") and rest[0] == "-m":
+        assert find_spec(rest[1]), words
+        assert all((ROOT / word).exists() for word in rest if word.startswith("tests/")), words
+    elif program.startswith("python"):
+        assert (ROOT / rest[0]).is_file(), words
+        known_flags(rest[0], rest[1:])
+    elif program == "make":
+        assert all(re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M) for target in rest), words
+    else:
+        assert program in FREE, words
+
+
+def known_flags(script: str, flags: list[str]) -> None:
+    """Ends with an error, or returns, as the script would after reading its flags."""
+    if script in ("finetune_glm.py", "tools/plan.py"):
+        parser = build_parser()
+        add_plan_flags(parser)
+        parser.parse_args(flags)
+    elif script == "tools/convert_hf.py":
+        parse = runpy.run_path(str(ROOT / script))["parse_arguments"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", [script, *flags])
+            parse()
+    else:
+        assert flags == ["--help"], f"how are the flags of {script} checked?"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Iterator[Callable[[str, Path], None]]:
+    """run(block, folder): by bash, and it must succeed."""
+    with python(tmp_path_factory.mktemp("bin")) as interpreter:
+        environment = os.environ | {"PYTHON": str(interpreter), "PATH": f"{interpreter.parent}:{os.environ['PATH']}"}
+
+        def run(block: str, folder: Path) -> None:
+            command = ["bash", "-euo", "pipefail", "-c", block]
+            done = subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True)
+            assert done.returncode == 0, f"{block}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+
+        yield run
+
+
+@pytest.fixture(scope="module")
+def prepared(run, tmp_path_factory) -> Path:
+    """The quickstart's model and data, shortened, a checkpoint of it, and stand-ins for the downloads."""
+    import pyarrow
+    import pyarrow.parquet
+
+    folder = tmp_path_factory.mktemp("docs")
+    run("python examples/quickstart_data.py --save quickstart_output", linked(folder))
+    run("python tools/convert_hf.py --from-hf quickstart_output/hf --save run/base", folder)
+    rows = (folder / "quickstart_output/train.jsonl").read_text().splitlines(keepends=True)
+    for name, part in (("train", rows[:60]), ("valid", rows[60:80])):
+        (folder / f"quickstart_output/{name}.jsonl").write_text("".join(part))
+    chats = {"messages": [[{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]], "id": ["1"]}
+    endings = {"ctx": ["He"], "endings": [["sits.", "flies."]], "label": ["0"]}
+    files = {"tulu3/data/train-0": chats, "hellaswag/data/train-0": endings, "hellaswag/data/validation-0": endings}
+    for name, columns in files.items():
+        (folder / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        pyarrow.parquet.write_table(pyarrow.table(columns), folder / "data" / f"{name}.parquet")
+    return folder
+
+
+def linked(folder: Path) -> Path:
+    """The repository's parts in a folder in which commands may write."""
+    for name in ("examples", "tools", "tests", "megatron_glm", "finetune_glm.py", "pyproject.toml"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_of_a_page_run(page, run, prepared, tmp_path):
+    runnable = [block for block in blocks(page) if not block.startswith(NEEDS)]
+    if not runnable:
+        return
+    linked(tmp_path)
+    for name in ("quickstart_output", "data", "run"):
+        if name != "run" or "--save run/base" not in (ROOT / page).read_text():
+            shutil.copytree(prepared / name, tmp_path / name)
+    for block in runnable:
+        run(block, tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_that_need_more_are_well_formed(page):
+    for block in blocks(page):
+        assert subprocess.run(["bash", "-n", "-c", block]).returncode == 0
+        for words in commands(block) if block.startswith(NEEDS) else ():
+            check(words)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_and_named_files_exist(page):
+    text = (ROOT / page).read_text()
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", text):
+        assert ((ROOT / page).parent / target).exists(), target
+    for name in re.findall(r"`((?:megatron_glm|examples|tools|tests)/[\w./-]+)`", text):
+        assert (ROOT / name).exists(), name
+
+
+def test_every_page_is_linked():
+    linked_pages = re.findall(r"\]\((docs/[^)]+)\)", (ROOT / "README.md").read_text())
+    assert sorted(set(linked_pages)) == PAGES[1:]
+
+
+def test_a_flag_that_does_not_exist_is_found():
+    for command in ("torchrun finetune_glm.py --seq-len 4", "bash examples/glm5_hellaswag.sh --seq-len 4"):
+        with pytest.raises(SystemExit):
+            check(commands(command)[0])

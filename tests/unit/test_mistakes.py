@@ -1,0 +1,97 @@
+"""What users get wrong, through finetune_glm.py: one line, the exit code, and the documentation that explains it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_glm.training.initialize import one_line_errors
+from tests.finetune import finetune, keep_default_group, write_rows
+
+TROUBLESHOOTING = Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md"
+LAYOUT = {"pipeline_model_parallel_size": 2, "context_parallel_size": 4}
+
+SERVED = {"kv_lora_rank": 512, "qk_pos_emb_head_dim": 64, "dsa_indexer_head_dim": 128, "dsa_indexer_n_heads": 32}
+
+
+def rows(*lines: dict | str) -> None:
+    """train.jsonl, of these rows."""
+    Path("train.jsonl").write_text(
+        "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
+    )
+
+
+def trained(**flags) -> None:
+    """A checkpoint of iteration 2 in `tuned`."""
+    finetune(train_iters=2, save="tuned", **flags)
+
+
+def damaged() -> None:
+    trained()
+    file = next(Path("tuned/iter_0000002").glob("*.distcp"))
+    os.truncate(file, file.stat().st_size // 2)
+
+
+# name: exit code, flags besides those of tests/finetune.py, ranks, what is done before
+CASES: dict[str, tuple[int, dict, int, Callable[[], None] | None]] = {
+    "no flag of this name": (2, {"seq_lenght": 24}, 1, None),
+    "no length of the run": (2, {}, 1, None),
+    "no data there": (2, {"data_path": "data/tulu3.jsonl", "train_iters": 1}, 1, None),
+    "no rows": (2, {"train_iters": 1}, 1, rows),
+    "no tokenizer": (2, {"train_iters": 1}, 1, lambda: rows({"text": "To be"})),
+    "a row of no kind": (2, {"train_iters": 1}, 1, lambda: rows({"input_ids": [1, 2]}, {"question": "To be?"})),
+    "ids outside the vocabulary": (2, {"train_iters": 1}, 1, lambda: rows({"input_ids": [1, 2, 64]})),
+    "six ranks": (2, LAYOUT | {"train_iters": 1}, 6, None),
+    "experts": (2, {"expert_model_parallel_size": 3, "train_iters": 1}, 3, None),
+    "batch": (2, {"global_batch_size": 6, "train_iters": 1}, 4, None),
+    "2 CP": (2, LAYOUT | {"seq_length": 20, "train_iters": 1}, 8, None),
+    "sequence parallelism": (2, {"tensor_model_parallel_size": 2, "train_iters": 1}, 2, None),
+    "hybrid": (2, {"moe_token_dispatcher_type": "hybrid", "train_iters": 1}, 1, None),
+    "bf16": (2, {"attention_backend": "cudnn", "train_iters": 1}, 1, None),
+    "packages": (2, SERVED | {"attention_backend": "tilelang", "bf16": True, "train_iters": 1}, 1, None),
+    "no checkpoint": (2, {"load": "run/base", "train_iters": 1}, 1, None),
+    "another model": (2, {"preset": "glm5", "load": "tuned", "train_iters": 1}, 1, trained),
+    "another order": (2, {"load": "tuned", "train_iters": 4, "seq_length": 32}, 1, trained),
+    "damaged": (2, {"load": "tuned", "train_iters": 4}, 1, damaged),
+    "a run is there": (2, {"save": "tuned", "train_iters": 4}, 1, trained),
+    "not finite": (1, {"lr": 1e30, "train_iters": 4}, 1, None),
+    "not writable": (1, {"save": "train.jsonl/run", "train_iters": 1}, 1, None),
+}
+
+
+def mistake(capsys, flags: dict) -> tuple[int, str]:
+    """Exit code and what the run wrote to standard error."""
+    with keep_default_group(), pytest.raises(SystemExit) as stop, one_line_errors():
+        finetune(**flags)
+    return stop.value.code, capsys.readouterr().err
+
+
+def explained() -> list[str]:
+    """The messages of docs/troubleshooting.md as patterns."""
+    messages = re.findall(r"^### `(error: .+)`$", TROUBLESHOOTING.read_text(), re.M)
+    return [re.escape(message).replace("…", ".+") for message in messages]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_mistake_is_one_line_that_the_documentation_explains(name, tmp_path, monkeypatch, capsys):
+    code, flags, ranks, prepare = CASES[name]
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path)
+    if prepare is not None:
+        prepare()
+    capsys.readouterr()
+    if ranks > 1:
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    found, text = mistake(capsys, flags)
+    assert text.endswith("\n") and text.count("\n") == 1
+    assert found == code
+    assert any(re.fullmatch(pattern, text.rstrip("\n")) for pattern in explained()), text
+
+
+def test_every_explained_error_is_made():
+    assert len(explained()) == len(CASES)
