@@ -1,11 +1,13 @@
-"""Measures the kernels on one GPU: `benchmark.py kernels`. Correctness against fp32 first, then the ratio to its peer.
+"""Measures the kernels on one GPU (`benchmark.py kernels`) and a whole training step (`step`, also under torchrun).
 
-Rates count the operations of the attended keys. The bf16 matmul rate of the same run is the ceiling.
+Kernels: correctness against fp32 first, then the ratio to each peer of the same run; rates count the operations of the
+attended keys. A step: one JSON line. The matmul rate of the same run is the ceiling of both.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Iterator
@@ -15,14 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 
 import kernel_cases  # noqa: E402
 import torch  # noqa: E402
-from measure import milliseconds  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from measure import matmul_rate  # noqa: E402
 
 from megatron_glm.ops import backends  # noqa: E402
-
-
-def matmul_rate() -> float:
-    a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
-    return 2 * 8192**3 / milliseconds(lambda: a @ b) / 1e9
 
 
 def show(row: dict) -> None:
@@ -64,6 +62,22 @@ def rows(cases: dict, ops: list[str], chosen: list[str], tokens: list[int]) -> I
             torch.cuda.empty_cache()
 
 
+def run_step(words: list[str]) -> int:
+    import step_case
+
+    from megatron_glm.training.initialize import one_line_errors
+
+    parser = step_case.parser_of(__doc__)
+    parser.prog += " step"
+    flags = parser.parse_args(words)
+    with one_line_errors():
+        with contextlib.redirect_stdout(sys.stderr):  # what the run itself says
+            result = step_case.measure_step(step_case.configured(flags), flags)
+        if dist.get_rank() == 0:
+            print(json.dumps(result), flush=True)
+    return 0
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -75,10 +89,13 @@ def parse_arguments() -> argparse.Namespace:
     )
     kernels.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
     kernels.set_defaults(run=run_kernels)
+    commands.add_parser("step", help="a training step: the flags of pretrain_glm.py and more, see step --help")
     return parser.parse_args()
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["step"]:
+        return run_step(sys.argv[2:])
     arguments = parse_arguments()
     return arguments.run(arguments)
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from measure import judge, milliseconds, relative_error, times
+from measure import documents_of, judge, milliseconds, relative_error, times
 from torch import Tensor
 
 from megatron_glm.config import ModelConfig, ParallelConfig
@@ -49,14 +49,6 @@ def zigzag(tokens: int, ranks: int, rank: int) -> tuple[Tensor, Tensor]:
     chunks = torch.arange(tokens).view(-1, part)[[rank, 2 * ranks - 1 - rank]]
     end = chunks.flatten().int().cuda() + 1
     return torch.zeros_like(end), end
-
-
-def documents_of(tokens: int) -> tuple[int, ...]:
-    """A mix of 200 to 2,000 tokens that fills a pack."""
-    sizes, mix = [], (1750, 420, 1200, 260, 840, 2000, 610, 330, 1480, 950)
-    while sum(sizes) < tokens:
-        sizes.append(min(mix[len(sizes) % len(mix)], tokens - sum(sizes)))
-    return tuple(sizes)
 
 
 def index_topk(chosen: list[str], tokens: list[int]) -> Iterator[dict]:

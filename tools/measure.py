@@ -1,8 +1,9 @@
-"""Times on the device and errors against fp32, for the benchmarks."""
+"""Times on the device, errors against fp32 and documents, for the benchmarks."""
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 
 import torch
@@ -11,6 +12,26 @@ ROUNDS = 7
 BURST_MS = 20.0  # calls are timed in bursts of about this length
 AHEAD = 20_000_000  # clock cycles, about 10 ms: the device waits so long that the host runs ahead, as in training
 TOLERANCE = {"out": 5e-3, "gradient": 1e-2}  # relative to fp32
+
+
+def documents_of(tokens: int) -> tuple[int, ...]:
+    """A mix of 200 to 2,000 tokens that fills a pack."""
+    sizes, mix = [], (1750, 420, 1200, 260, 840, 2000, 610, 330, 1480, 950)
+    while sum(sizes) < tokens:
+        sizes.append(min(mix[len(sizes) % len(mix)], tokens - sum(sizes)))
+    return tuple(sizes)
+
+
+def matmul_rate() -> float:
+    """TFLOP/s of a large matrix product in the same run: bf16 on a GPU, a small one in fp32 on a CPU."""
+    if not torch.cuda.is_available():
+        a, b = torch.randn(2, 512, 512)
+        begin = time.perf_counter()
+        for _ in range(10):
+            a @ b
+        return 10 * 2 * 512**3 / (time.perf_counter() - begin) / 1e12
+    a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
+    return 2 * 8192**3 / milliseconds(lambda: a @ b) / 1e9
 
 
 def milliseconds(run: Callable[[], object]) -> float:

@@ -1,0 +1,81 @@
+"""tools/benchmark.py step: the same command on a CPU, for its numbers' meaning, not their size."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_glm.config import ModelConfig
+from megatron_glm.flops import training_flops
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+TINY = "--hf-config glm5.2-tiny --num-experts 8 --seq-length 32 --rounds 1".split()
+
+
+def benchmark(*words: str, ranks: int = 1) -> subprocess.CompletedProcess:
+    launch = (
+        [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    )
+    command = [*launch, str(ROOT / "tools" / "benchmark.py"), "step", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+def test_one_json_line_with_consistent_numbers():
+    done = benchmark(*TINY, "--with-optimizer", "--profile", "--routing", "balanced", "--recompute-granularity", "full")
+    assert done.returncode == 0, done.stderr
+    [line] = done.stdout.splitlines()
+    result = json.loads(line)
+    assert (result["tokens"], result["ranks"], result["recompute"]) == (32, 1, "full")
+    seconds = result["ms_forward_backward"] / 1e3
+    assert result["tokens_per_second_per_gpu"] == pytest.approx(32 / seconds)
+    model = ModelConfig.from_hf("glm5.2-tiny", num_hidden_layers=4, n_routed_experts=8, num_nextn_predict_layers=0)
+    assert model.mlp_layer_types == ("dense", "sparse", "sparse", "sparse"), "the tiny preset has the shape measured"
+    assert result["tflops_per_gpu"] == pytest.approx(training_flops(model, [32]) / seconds / 1e12)
+    assert result["share_of_matmul_rate"] == pytest.approx(result["tflops_per_gpu"] / result["matmul_tflops"])
+    assert result["ms_forward"] > 0 and result["ms_step"] > 0 and sum(result["kernels_ms"].values()) > 0
+    assert result["peak_bytes"] is None, "a CPU has no device memory"
+
+
+def test_it_runs_under_torchrun_in_a_layout():
+    done = benchmark(*TINY, "--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "1", ranks=2)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert (result["ranks"], result["micro_batches"], result["tokens"]) == (2, 2, 64)
+    assert result["ms_forward"] is None, "a pipeline's forwards and backwards overlap"
+
+
+def test_wrong_flags_are_named():
+    done = benchmark("--dense-layers", "9")
+    assert (done.returncode, done.stderr) == (2, "error: --dense-layers is 9, the model has 4 layers\n")
+    assert "unknown flag --seq-lenght; did you mean --seq-length?" in benchmark("--seq-lenght", "4").stderr
+
+
+def test_kernels_by_kind():
+    from step_case import by_kind
+
+    spans = [
+        ("nvjet_gemm_x", 0, 10),
+        ("cudnn_sparse_attn_bwd", 8, 30),
+        ("elementwise_add", 50, 60),
+        ("Memcpy DtoD", 60, 61),
+    ]
+    found = by_kind([(name, 1e3 * start, 1e3 * end) for name, start, end in spans])
+    assert found == {"attention": 22.0, "GEMM": 10.0, "elementwise": 10.0, "copies and casts": 1.0, "idle": 20.0}
+
+
+def test_balanced_routing_chooses_each_expert_equally_often(monkeypatch: pytest.MonkeyPatch):
+    import torch
+    from step_case import balance
+
+    from megatron_glm.model import router
+
+    monkeypatch.setattr(router, "select_experts", router.select_experts)
+    balance(8)
+    ids = router.select_experts(torch.randn(12, 8), 2, 1, 1)
+    assert ids.shape == (12, 2) and ids.flatten().bincount().tolist() == [3] * 8
+    assert all(len(set(row)) == 2 for row in ids.tolist())

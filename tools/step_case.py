@@ -1,0 +1,262 @@
+"""The case of `benchmark.py step`: one training step of a whole stage at full width, with random data and weights.
+
+Takes the flags of pretrain_glm.py, so that any layout, backend and recompute mode is measured as it is trained. What is
+not given is the reference case: GLM-5.2's width, 1 dense and 3 MoE layers, 32 experts, no MTP layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from measure import documents_of, matmul_rate
+from torch import Tensor
+
+from megatron_glm.arguments import Parser, build_parser, resolve
+from megatron_glm.config import PretrainDataConfig, RunConfig
+from megatron_glm.data.packing import build_batch
+from megatron_glm.model import router
+from megatron_glm.parallel.fsdp import local, reduce_partial_gradients, set_gradient_sync
+from megatron_glm.parallel.groups import ParallelGroups
+from megatron_glm.training.initialize import build_chunks, initialize
+from megatron_glm.training.optimizer import build_optimizer
+from megatron_glm.training.planning import Plan
+from megatron_glm.training.step import count, run_micro_batches, train_step
+
+REFERENCE = {"hf_config": "glm5.2", "num_hidden_layers": 4, "n_routed_experts": 32, "num_nextn_predict_layers": 0}
+FORMULA = (
+    "3 x forward of the trained parts + forward of the index scores, multiply-add = 2, attention in its non-absorbed "
+    "form on min(position + 1, index_topk) keys, recomputation not counted (megatron_glm/flops.py)"
+)
+# The first kind whose words a kernel's name holds; what holds none is elementwise.
+KINDS = {
+    "attention": ("sparse_attn", "flash", "fmha", "sdpa", "mla", "attention", "splitkv"),
+    "index": ("index_score", "indexer", "topk", "top_k", "radix", "mqa_logits"),
+    "grouped GEMM": ("grouped", "group_gemm", "ptr_array", "ptrarray", "groupproblem"),
+    "GEMM": ("gemm", "nvjet", "cutlass", "xmma", "wgmma"),
+    "communication": ("nccl",),
+    "copies and casts": ("memcpy", "memset", "copy", "cat", "fill", "index_select", "gather", "scatter"),
+}
+
+
+def parser_of(description: str | None) -> Parser:
+    """The flags of a pre-training run, and the benchmark's own. --profile means a table of kernels here."""
+    parser = build_parser(description, PretrainDataConfig)
+    group = parser.add_argument_group("benchmark")
+    group.add_argument(
+        "--documents", choices=["one", "short"], help="one that fills the pack (default), or 200 to 2,000"
+    )
+    group.add_argument(
+        "--routing", choices=["natural", "balanced"], help="the router's choice (default), or each alike"
+    )
+    group.add_argument("--dense-layers", type=int, metavar="N", help="leading layers without experts (default: 1)")
+    group.add_argument("--with-optimizer", action="store_true", help="measure AdamW, too")
+    group.add_argument("--rounds", type=int, metavar="N", help="measured steps; medians are shown (default: 7)")
+    return parser
+
+
+def configured(flags: argparse.Namespace) -> RunConfig:
+    """The configuration of these flags, completed by the reference case, checked for the ranks that are here."""
+    given = REFERENCE | {"mock_data": True, "train_iters": 1, "bf16": torch.cuda.is_available()} | vars(flags)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    config = resolve(argparse.Namespace(**given), PretrainDataConfig)
+    layers, dense = config.model.num_hidden_layers, given.get("dense_layers", 1)
+    if not 0 <= dense <= layers:
+        raise ValueError(f"--dense-layers is {dense}, the model has {layers} layers")
+    kinds = ("dense",) * dense + ("sparse",) * (layers - dense)
+    config = replace(config, model=replace(config.model, mlp_layer_types=kinds))
+    if "global_batch_size" not in given:
+        dp = config.parallel.data_parallel_size(world)
+        batch = config.train.micro_batch_size * dp * config.parallel.pipeline_model_parallel_size
+        config = replace(config, train=replace(config.train, global_batch_size=batch))
+    config.check(world)
+    return config
+
+
+def balance(experts: int) -> None:
+    """Makes every router choose each expert equally often: token t gets the K experts from t * K on."""
+
+    def select(choice: Tensor, chosen: int, groups: int, kept_groups: int) -> Tensor:
+        slots = torch.arange(choice.shape[0] * chosen, device=choice.device)
+        return (slots % experts).view(-1, chosen)
+
+    router.select_experts = select
+
+
+class Bench:
+    """The model of this rank and a global batch of random documents."""
+
+    def __init__(self, config: RunConfig, kind: str) -> None:
+        self.config = config
+        self.groups: ParallelGroups = initialize(config)
+        self.chunks = build_chunks(config, self.groups)
+        train, length = config.train, config.data.seq_length
+        lengths = documents_of(length) if kind == "short" else (length,)
+        random = np.random.default_rng((train.seed, self.groups.dp.rank()))
+        packs = []
+        for _ in range(config.micro_batches(self.groups.dp.size())):
+            texts = [random.integers(0, config.model.vocab_size, n) for n in lengths * train.micro_batch_size]
+            packs.append(
+                build_batch([(ids, np.ones(len(ids), bool)) for ids in texts], train.micro_batch_size * length)
+            )
+        self.batches = packs
+        self.counts = count(packs, self.groups, config)
+
+    def forward_backward(self) -> None:
+        for chunk in self.chunks:
+            set_gradient_sync(chunk, self.config.parallel.grad_sync == "every")
+        run_micro_batches(self.chunks, self.batches, self.groups, self.config, self.counts.loss_tokens)
+        reduce_partial_gradients(self.chunks)
+
+    def whole_step(self, optimizer: torch.optim.Optimizer) -> None:
+        rate = self.config.optimizer.lr
+        train_step(self.chunks, self.batches, optimizer, self.groups, self.config, rate, self.counts)
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+
+    def drop_gradients(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def held_bytes(self) -> int:
+        """Weights and gradients of this rank, as they stay between steps."""
+        tensors = [t for p in self.parameters() for t in (p, p.grad) if t is not None]
+        return sum(local(tensor).nbytes for tensor in tensors)
+
+    def slowest(self, work: Callable[[], object], rounds: int) -> float:
+        """Median seconds of the slowest rank, all of which start together."""
+        seconds = []
+        for _ in range(rounds):
+            wait_for_device()
+            dist.barrier(self.groups.gloo_world)
+            begin = time.perf_counter()
+            work()
+            wait_for_device()
+            seconds.append(time.perf_counter() - begin)
+        worst = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(worst, dist.ReduceOp.MAX, self.groups.gloo_world)
+        return statistics.median(worst.tolist())
+
+    def forwards(self, step: Callable[[], object], rounds: int) -> tuple[float, int | None]:
+        """(median seconds that a step spends in forwards, bytes that one leaves allocated) of the only chunk."""
+        spent, kept = [], []
+
+        def note(sign: int) -> None:
+            wait_for_device()
+            spent.append(sign * time.perf_counter())
+            kept.append(sign * torch.cuda.memory_allocated() if torch.cuda.is_available() else 0)
+
+        begin = self.chunks[0].register_forward_pre_hook(lambda *_: note(-1), prepend=True)
+        end = self.chunks[0].register_forward_hook(lambda *_: note(1))
+        seconds = []
+        for _ in range(rounds):
+            spent.clear()
+            step()
+            seconds.append(sum(spent))
+        begin.remove()
+        end.remove()
+        return statistics.median(seconds), sum(kept[-2:]) if torch.cuda.is_available() else None
+
+
+def wait_for_device() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def measure_step(config: RunConfig, flags: argparse.Namespace) -> dict:
+    """Everything that the benchmark reports of one configuration; times are medians of the slowest rank."""
+    given = vars(flags)
+    documents, routing, rounds = given.get("documents", "one"), given.get("routing", "natural"), given.get("rounds", 7)
+    if routing == "balanced":
+        balance(config.model.n_routed_experts)
+    bench = Bench(config, documents)
+    on_gpu = torch.cuda.is_available()
+    for _ in range(2):  # compiles, fills the allocator
+        bench.drop_gradients()
+        bench.forward_backward()
+    held = bench.held_bytes()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+
+    def step() -> None:
+        bench.drop_gradients()
+        bench.forward_backward()
+
+    both = bench.slowest(step, rounds)
+    peak = torch.cuda.max_memory_allocated() if on_gpu else None
+    forward, kept = bench.forwards(step, rounds) if bench.groups.pp.size() == 1 else (None, None)
+    table = kernel_table(step) if config.logging.profile else None
+    rate, ranks = matmul_rate(), dist.get_world_size()
+    tokens, flops = bench.counts.tokens, bench.counts.flops
+    result = {
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "ranks": ranks,
+        "attention_backend": config.kernels.attention_backend,
+        "recompute": config.parallel.recompute_granularity,
+        "seq_length": config.data.seq_length,
+        "documents": documents,
+        "routing": routing,
+        "micro_batches": len(bench.batches),
+        "tokens": tokens,
+        "tokens_per_second_per_gpu": tokens / both / ranks,
+        "ms_forward_backward": both * 1e3,
+        "ms_forward": None if forward is None else forward * 1e3,
+        "ms_backward": None if forward is None else (both - forward) * 1e3,
+        "tflops_per_gpu": flops / both / ranks / 1e12,
+        "flops_formula": FORMULA,
+        "matmul_tflops": rate,
+        "share_of_matmul_rate": flops / both / ranks / 1e12 / rate,
+        "planned_bytes": planned(config, ranks, dist.get_rank()),
+        "bytes_kept_by_a_forward": kept,
+        "peak_bytes": peak,
+        "peak_bytes_above_weights_and_gradients": None if peak is None else peak - held,
+    }
+    if "with_optimizer" in given:
+        optimizer = build_optimizer(bench.chunks, config.optimizer)
+        whole = bench.slowest(lambda: bench.whole_step(optimizer), rounds)
+        result |= {"ms_step": whole * 1e3, "ms_optimizer": (whole - both) * 1e3}
+        result["tokens_per_second_per_gpu_with_optimizer"] = tokens / whole / ranks
+    return result | ({} if table is None else {"kernels_ms": table})
+
+
+def planned(config: RunConfig, ranks: int, rank: int) -> dict[str, int]:
+    """What tools/plan.py says of this rank's memory, by kind."""
+    plan = Plan.create(config, ranks, min(ranks, 8))
+    pipeline_rank = next(group.index(rank) for group in plan.grid.groups("pp") if rank in group)
+    return plan.memory(pipeline_rank)
+
+
+def kernel_table(step: Callable[[], None]) -> dict[str, float]:
+    """Milliseconds of one step's device time by kind of kernel; `idle` is the rest of the time from first to last."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CUDA] if torch.cuda.is_available() else [ProfilerActivity.CPU]
+    with profile(activities=activities) as profiler:
+        step()
+        wait_for_device()
+    device = torch.autograd.DeviceType.CUDA if torch.cuda.is_available() else torch.autograd.DeviceType.CPU
+    return by_kind(
+        [(e.name, e.time_range.start, e.time_range.end) for e in profiler.events() if e.device_type == device]
+    )
+
+
+def by_kind(spans: list[tuple[str, float, float]]) -> dict[str, float]:
+    """(name, start, end) of kernels in microseconds -> milliseconds of each kind, and idle: when none runs."""
+    times, busy, until = Counter(), 0.0, float("-inf")
+    for name, start, end in sorted(spans, key=lambda span: span[1]):
+        lower = name.lower()
+        kind = next((kind for kind, words in KINDS.items() if any(word in lower for word in words)), "elementwise")
+        times[kind] += end - start
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    span = until - min((start for _, start, _ in spans), default=until)
+    return {kind: time / 1e3 for kind, time in times.most_common()} | {"idle": (span - busy) / 1e3 if spans else 0.0}
