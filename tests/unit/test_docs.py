@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from megatron_glm.arguments import add_plan_flags, build_parser
+from megatron_glm.config import DataConfig, PretrainDataConfig
 from tests.preloaded import python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,8 +88,8 @@ def check(words: list[str]) -> None:
 
 def known_flags(script: str, flags: list[str]) -> None:
     """Ends with an error, or returns, as the script would after reading its flags."""
-    if script in ("finetune_glm.py", "tools/plan.py"):
-        parser = build_parser()
+    if script in ("finetune_glm.py", "pretrain_glm.py", "tools/plan.py"):
+        parser = build_parser(data=PretrainDataConfig if script == "pretrain_glm.py" else DataConfig)
         add_plan_flags(parser)
         parser.parse_args(flags)
     elif script == "tools/convert_hf.py":
@@ -137,7 +138,7 @@ def prepared(run, tmp_path_factory) -> Path:
 
 def linked(folder: Path) -> Path:
     """The repository's parts in a folder in which commands may write."""
-    for name in ("examples", "tools", "tests", "megatron_glm", "finetune_glm.py", "pyproject.toml"):
+    for name in ("examples", "tools", "tests", "megatron_glm", "finetune_glm.py", "pretrain_glm.py", "pyproject.toml"):
         (folder / name).symlink_to(ROOT / name)
     return folder
 
