@@ -3,11 +3,13 @@
 #
 # Environment: NNODES, GPUS_PER_NODE, MASTER_ADDR, CHECKPOINT, DATA_PATH, SAVE (their values are shown); SCALE=tiny for
 # the same layout in small on 8 CPU processes, with a random model and data made in TINY_FOLDER; PYTHON.
-# Flags of finetune_glm.py on the command line come last and win. --dry-run plans the run and starts nothing.
+# A recipe that sets PROGRAM=pretrain_glm.py first starts from scratch where CHECKPOINT is none.
+# Flags of the program on the command line come last and win. --dry-run plans the run and starts nothing.
 # Ranks: torchrun on each node, or, where SLURM_PROCID is set, this process is one of srun's.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 recipe_name=$(basename "$0" .sh)
+program=${PROGRAM:-finetune_glm.py}
 tiny_folder=${TINY_FOLDER:-$PWD/tiny_output}
 settings=()
 args=()
@@ -30,6 +32,7 @@ case ${SCALE:=full} in
     NNODES=1 GPUS_PER_NODE=8 MASTER_ADDR=localhost
     CHECKPOINT=$tiny_folder/base SAVE=$tiny_folder/$recipe_name
     DATA_PATH=$tiny_folder/train.jsonl VALID_DATA_PATH=$tiny_folder/valid.jsonl
+    if [ "$program" = pretrain_glm.py ]; then CHECKPOINT=none DATA_PATH=$tiny_folder/library_text_document; fi
     ;;
   *)
     echo "error: SCALE is $SCALE; it is full or tiny" >&2
@@ -56,7 +59,7 @@ given() {
   return 1
 }
 
-# values_of FLAG -> the array `values`: what finetune_glm.py will take, that is, the flag's last occurrence in `args`.
+# values_of FLAG -> the array `values`: what the program will take, that is, the flag's last occurrence in `args`.
 values_of() {
   local i reading=no
   values=()
@@ -88,20 +91,25 @@ drop() {
 
 # The flags of the run -> `args`: the recipe, what SCALE=tiny changes, the command line.
 collect() {
-  local load=$CHECKPOINT
+  local load=(--load "$CHECKPOINT")
+  if [ "$CHECKPOINT" = none ] && [ "$program" = pretrain_glm.py ]; then load=(); fi
   if [ -e "$SAVE/latest_checkpointed_iteration.txt" ] && [ "$SCALE" = full ]; then
     say "SAVE holds a checkpoint: going on from there"
-    load=$SAVE
+    load=(--load "$SAVE")
   fi
   args=("${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${DATA_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${TRAIN_ARGS[@]}"
-    --load "$load" --save "$SAVE")
+    "${load[@]}" --save "$SAVE")
   if [ "$SCALE" = tiny ]; then
     args+=(--hf-config glm5.2-tiny --attention-backend torch --pipeline-model-parallel-size 2
       --num-layers-per-virtual-pipeline-stage 1 --expert-model-parallel-size 4 --expert-node-size 2 --train-iters 3
       "${TINY_ARGS[@]}")
   fi
   if given --train-epochs "$@"; then drop --train-iters; fi
-  if given --pipeline-model-parallel-layout "$@"; then drop --num-layers-per-virtual-pipeline-stage; fi
+  if given --num-layers-per-virtual-pipeline-stage "$@"; then
+    drop --pipeline-model-parallel-layout
+  elif given --pipeline-model-parallel-layout "${args[@]}" "$@"; then
+    drop --num-layers-per-virtual-pipeline-stage
+  fi
   if given --moe-token-dispatcher-type "$@"; then drop --expert-node-size; fi
   args+=("$@")
 }
@@ -110,6 +118,7 @@ collect() {
 check_checkpoint() {
   local values load iteration download="hf download $HF_MODEL --local-dir hf/${HF_MODEL#*/}"
   values_of --load
+  if [ ${#values[@]} = 0 ]; then return; fi # from scratch
   load=${values[0]}
   if [ ! -e "$load/latest_checkpointed_iteration.txt" ]; then
     problems+=("$load holds no checkpoint. Set CHECKPOINT to a converted one, or download the model and convert it
@@ -120,7 +129,7 @@ check_checkpoint() {
   fi
   values_of --tokenizer-model
   printf -v iteration 'iter_%07d' "$((10#$(<"$load/latest_checkpointed_iteration.txt")))"
-  if [ ${#values[@]} = 0 ] && [ ! -e "$load/$iteration/hf/tokenizer.json" ]; then
+  if [ "$program" = finetune_glm.py ] && [ ${#values[@]} = 0 ] && [ ! -e "$load/$iteration/hf/tokenizer.json" ]; then
     problems+=("$load/$iteration/hf/tokenizer.json is missing. Download the tokenizer and name its folder:
     $download tokenizer.json tokenizer_config.json chat_template.jinja
     bash $0 --tokenizer-model hf/${HF_MODEL#*/}")
@@ -163,6 +172,22 @@ check_data() {
   done
 }
 
+# The prefixes of --data-path, maybe after their weights -> `problems`, with what to do.
+check_prefixes() {
+  local values path
+  values_of --data-path
+  for path in "${values[@]}"; do
+    if [[ ! $path =~ ^[0-9.]+$ ]] && { [ ! -e "$path.bin" ] || [ ! -e "$path.idx" ]; }; then
+      problems+=("--data-path $path: $path.bin and .idx are not both there. Set DATA_PATH to the prefix of
+  Megatron files, or download $HF_DATA and make them:
+    hf download --repo-type dataset $HF_DATA --include '$HF_SPLIT' --local-dir 'data/${HF_DATA#*/}'
+    hf download $HF_MODEL tokenizer.json tokenizer_config.json --local-dir hf/${HF_MODEL#*/}
+    python tools/preprocess_data.py --input 'data/${HF_DATA#*/}' --output-prefix '${path%_text_document}' \\
+      --tokenizer-model hf/${HF_MODEL#*/} --append-eod")
+    fi
+  done
+}
+
 # Whether --save can be written -> `problems`; the run would find out after loading the weights.
 check_save() {
   local values folder
@@ -193,9 +218,20 @@ check_gpus() {
   fi
 }
 
-# A random model of GLM-5.2's shape and a dataset, for SCALE=tiny; made once.
+# A random model of GLM-5.2's shape and a dataset, or the sources of Python's library as Megatron files, for
+# SCALE=tiny; made once.
 make_tiny() {
   rm -rf "${SAVE:?}"
+  if [ "$program" = pretrain_glm.py ]; then
+    if [ ! -e "$DATA_PATH.idx" ]; then
+      mkdir -p "$tiny_folder"
+      PYTHONPATH=$root "$python" "$root/examples/quickstart_data.py" --save "$tiny_folder"
+      PYTHONPATH=$root "$python" "$root/tools/preprocess_data.py" --tokenizer-model "$tiny_folder/hf" --append-eod \
+        --input "$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')/*.py" \
+        --output-prefix "${DATA_PATH%_text_document}"
+    fi
+    return
+  fi
   if [ ! -e "$CHECKPOINT/latest_checkpointed_iteration.txt" ]; then
     mkdir -p "$tiny_folder"
     PYTHONPATH=$root "$python" "$root/examples/quickstart_data.py" --save "$tiny_folder"
@@ -211,7 +247,7 @@ launch() {
   if given --dry-run "$@"; then
     unset SLURM_PROCID
     WORLD_SIZE=$((NNODES * GPUS_PER_NODE)) LOCAL_WORLD_SIZE=$GPUS_PER_NODE \
-      exec "$python" "$root/finetune_glm.py" "${args[@]}"
+      exec "$python" "$root/$program" "${args[@]}"
   fi
 
   if [ "$SCALE" = tiny ]; then
@@ -219,8 +255,12 @@ launch() {
     export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1
   fi
   check_checkpoint
-  check_data --data-path "$HF_SPLIT"
-  check_data --valid-data-path validation
+  if [ "$program" = pretrain_glm.py ]; then
+    check_prefixes
+  else
+    check_data --data-path "$HF_SPLIT"
+    check_data --valid-data-path validation
+  fi
   check_save
   check_gpus
   if [ ${#problems[@]} != 0 ]; then
@@ -230,7 +270,7 @@ launch() {
 
   say "  flags (later ones win): ${args[*]}"
   if [ -n "${SLURM_PROCID:-}" ]; then
-    exec "$python" "$root/finetune_glm.py" "${args[@]}"
+    exec "$python" "$root/$program" "${args[@]}"
   fi
   local nodes=(--standalone)
   if ((NNODES > 1)); then
@@ -238,5 +278,5 @@ launch() {
       --rdzv-endpoint "$MASTER_ADDR:${MASTER_PORT:-29500}")
   fi
   PATH=$PATH:$(dirname "$python")
-  exec torchrun "${nodes[@]}" --nproc-per-node "$GPUS_PER_NODE" "$root/finetune_glm.py" "${args[@]}"
+  exec torchrun "${nodes[@]}" --nproc-per-node "$GPUS_PER_NODE" "$root/$program" "${args[@]}"
 }
