@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import difflib
 import os
+import time
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,6 +60,7 @@ MEGATRON_NAMES = {
     "initializer_range": "--init-method-std",
     "num_nextn_predict_layers": "--mtp-num-layers",
 }
+HEAD_START = 10  # seconds: torchrun ends all ranks when one has left, and the first one has something to say
 NOT_OVERRIDABLE = {"indexer_types", "mlp_layer_types", "dtype", "pad_token_id", "eos_token_id"}
 
 
@@ -69,7 +71,10 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}\n" if os.environ.get("RANK", "0") == "0" else None)
+        if os.environ.get("RANK", "0") == "0":
+            self.exit(2, f"error: {message}\n")
+        time.sleep(HEAD_START)
+        self.exit(2)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         parsed, unknown = self.parse_known_args(args, namespace)

@@ -135,11 +135,13 @@ def test_layouts_that_do_not_fit_are_refused_before_any_group_exists(capsys, mon
         assert word in message
 
 
-def test_only_the_first_rank_speaks(capsys, monkeypatch):
+def test_only_the_first_rank_speaks_and_the_others_leave_later(capsys, monkeypatch):
+    waits = []
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr("time.sleep", waits.append)
     with pytest.raises(SystemExit) as stop:
         parse(["--qqq"])
-    assert stop.value.code == 2 and capsys.readouterr().err == ""
+    assert stop.value.code == 2 and capsys.readouterr().err == "" and waits[0] >= 10
 
 
 def test_a_folder_without_a_readable_checkpoint_is_refused(capsys, tmp_path):
