@@ -112,6 +112,18 @@ def test_keep_last_keeps_the_newest(run):
     assert saved("out") == [5, 6] and sharded.latest(Path("out")) == 6
 
 
+def test_old_checkpoints_that_cannot_be_removed_are_no_failed_save(run, monkeypatch, capsys):
+    def refuse(folder, keep):
+        raise OSError("read-only")
+
+    monkeypatch.setattr(sharded, "remove_old", refuse)
+    run(train_iters=2, save="out", save_interval=1, keep_last=1)
+    assert saved("out") == [1, 2] and sharded.latest(Path("out")) == 2
+    text = capsys.readouterr().out
+    assert "warning: older checkpoints than --keep-last 1 are not removed: read-only\n" in text
+    assert "is not saved" not in text
+
+
 def test_files_of_the_model_outlive_the_checkpoint_that_they_came_from(run):
     """--keep-last removes the folder from which this run was loaded."""
     Path("files").mkdir()
