@@ -87,7 +87,8 @@ def draw(runs: dict[str, list[dict[str, Any]]], target: Path) -> None:
                 axis.plot([x for x, _ in line], [y for _, y in line], color=f"C{number % 10}", linewidth=1.2)
                 if key == "lm_loss" and (valid := points(records, "valid_lm_loss")):
                     title = "lm loss (dots: validation)"
-                    axis.plot([x for x, _ in valid], [y for _, y in valid], "o", color=f"C{number % 10}", markersize=4)
+                    dots = {"color": f"C{number % 10}", "markeredgecolor": "black", "markersize": 5, "zorder": 3}
+                    axis.plot([x for x, _ in valid], [y for _, y in valid], "o", **dots)
             axis.set_title(title)
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
             axis.margins(x=0.01)

@@ -28,6 +28,6 @@ def learning_rate(config: OptimizerConfig, iteration: int, train_iters: int) -> 
         return config.lr * iteration / warmup
     end, start = config.lr_decay_iters or train_iters, warmup
     if style == "WSD":
-        style, start = config.lr_wsd_decay_style, end - config.lr_wsd_decay_iters
+        style, start = config.lr_wsd_decay_style, max(warmup, end - config.lr_wsd_decay_iters)
     passed = min(1.0, max(0.0, (iteration - 1 - start) / max(1, end - start)))
     return config.min_lr + (config.lr - config.min_lr) * SHAPES[style](passed)

@@ -53,8 +53,8 @@ def trained_parameters(chunks: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Pa
 
 
 @torch.no_grad()
-def gradient_squares(chunks: Iterable[nn.Module]) -> dict[str, Tensor]:
-    """This rank's share of the squared L2 norm of each gradient, by name: fp64 scalars whose sum over all ranks it is.
+def gradient_squares(chunks: Iterable[nn.Module]) -> tuple[list[str], Tensor]:
+    """Names [n], and this rank's share of the squared L2 norm of each one's gradient: fp64 [n]; the ranks' sum counts.
 
     A rank adds the squares of its own shard divided by the number of ranks that hold the same shard, so that a
     replicated element counts once. Gradients must already be complete (summed over data and tensor ranks).
@@ -66,13 +66,12 @@ def gradient_squares(chunks: Iterable[nn.Module]) -> dict[str, Tensor]:
             gradients.append(local(parameter.grad))
             weights.append(1.0 / math.prod(group.size() for group in shard.replica_groups))
     squares = torch.stack(torch._foreach_norm(gradients)).double().square()
-    squares *= torch.tensor(weights, dtype=torch.float64, device=squares.device)
-    return dict(zip(names, squares.unbind(), strict=True))
+    return names, squares * torch.tensor(weights, dtype=torch.float64, device=squares.device)
 
 
-def gradient_norm(squares: dict[str, Tensor], world: ProcessGroup) -> float:
+def gradient_norm(squares: Tensor, world: ProcessGroup) -> float:
     """L2 norm of the gradient of the whole model: one all-reduce of `gradient_squares` over `world`."""
-    total = torch.stack(list(squares.values())).sum()
+    total = squares.sum()
     dist.all_reduce(total, group=world)
     return total.sqrt().item()
 

@@ -37,7 +37,7 @@ def module_of(name: str, model: ModelConfig) -> str:
 @torch.no_grad()
 def statistics(
     chunks: Sequence[GLMChunk],
-    squares: dict[str, Tensor],
+    squares: dict[str, float],
     router_counts: Sequence[Tensor],
     groups: ParallelGroups,
 ) -> dict[str, Any]:
@@ -55,16 +55,17 @@ def statistics(
     model = chunks[0].config
     moe_layers = [layer for layer in range(model.num_hidden_layers) if model.is_moe(layer)]
     norms = torch.zeros(2, len(MODULES), dtype=torch.float64)  # squares, and how many tensors were trained
-    for name, square in zip(squares, torch.stack(list(squares.values())).tolist(), strict=True):
-        norms[:, MODULES.index(module_of(name, model))] += torch.tensor([square, 1.0], dtype=torch.float64)
+    for name, square in squares.items():
+        module = MODULES.index(module_of(name, model))
+        norms[0, module] += square
+        norms[1, module] += 1
     routed = torch.zeros(len(moe_layers), 3, dtype=torch.float64)  # load, smallest and largest bias
-    if groups.tp_cp_dp.rank() == 0:  # all ranks of a stage know the same
-        mine = [layer for chunk in chunks for layer in chunk.layer_ids if model.is_moe(layer)]
-        routers = [router for chunk in chunks for router in chunk.routers()]
-        for layer, router, counts in zip(mine, routers, router_counts, strict=True):
-            load = counts.max() * counts.numel() / counts.sum().clamp(min=1)
-            bias = router.e_score_correction_bias
-            routed[moe_layers.index(layer)] = torch.stack([load, bias.min(), bias.max()]).double().cpu()
+    mine = [moe_layers.index(layer) for chunk in chunks for layer in chunk.layer_ids if model.is_moe(layer)]
+    if mine and groups.tp_cp_dp.rank() == 0:  # all ranks of a stage know the same
+        biases = torch.stack([router.e_score_correction_bias for chunk in chunks for router in chunk.routers()])
+        counts = torch.stack(list(router_counts))
+        load = counts.amax(1) * counts.shape[1] / counts.sum(1).clamp(min=1)
+        routed[mine] = torch.stack([load, biases.amin(1), biases.amax(1)], dim=1).double().cpu()
     total = torch.cat([norms.flatten(), routed.flatten()])
     dist.all_reduce(total, group=groups.gloo_world)
     memory = torch.tensor(peak_memory_bytes())

@@ -85,7 +85,7 @@ def train_step(
     losses = run_micro_batches(chunks, batches, groups, config, divisor=max(counts.loss_tokens, 1))
     reduce_partial_gradients(chunks)
     mean_loss = sum_over_ranks(losses, groups)
-    squares = gradient_squares(chunks)
+    names, squares = gradient_squares(chunks)
     grad_norm = gradient_norm(squares, groups.world)
     routers = [router for chunk in chunks for router in chunk.routers()]
     if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
@@ -103,7 +103,9 @@ def train_step(
     optimizer.step()
     optimizer.zero_grad()
     router_counts = update_router_biases(routers, config.optimizer.moe_router_bias_update_rate)
-    more = statistics(chunks, squares, router_counts, groups) if with_statistics else {}
+    more = {}
+    if with_statistics:
+        more = statistics(chunks, dict(zip(names, squares.tolist(), strict=True)), router_counts, groups)
     return StepResult(mean_loss, grad_norm, counts, statistics=more)
 
 
