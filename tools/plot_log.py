@@ -84,7 +84,7 @@ def draw(runs: dict[str, list[dict[str, Any]]], target: Path) -> None:
         for axis, (title, key, scale) in zip(axes.flat, PANELS, strict=True):
             for number, records in enumerate(runs.values()):
                 line = thinned(points(records, key, scale))
-                axis.plot([x for x, _ in line], [y for _, y in line], color=f"C{number % 10}", linewidth=1.2)
+                axis.plot([x for x, _ in line], [y for _, y in line], color=f"C{number % 10}", linewidth=1.2, alpha=0.8)
                 if key == "lm_loss" and (valid := points(records, "valid_lm_loss")):
                     title = "lm loss (dots: validation)"
                     dots = {"color": f"C{number % 10}", "markeredgecolor": "black", "markersize": 5, "zorder": 3}
