@@ -36,8 +36,8 @@ TRAIN_ARGS=(--micro-batch-size 1 --global-batch-size 4096 --rampup-batch-size 10
   --seed 1234 --eval-interval 1000 --eval-iters 4
   --save-interval 500 --async-save --keep-last 3
   --log-file "$SAVE/log.jsonl" --tensorboard-dir "$SAVE/tensorboard")
-# What SCALE=tiny changes, with launch.sh: it learns in a few minutes
-TINY_ARGS=(--seq-length 128 --global-batch-size 16 --rampup-batch-size 8 8 32 --train-iters 20 --lr-warmup-iters 2
-  --lr-wsd-decay-iters 10 --lr 3e-3 --eval-interval 10 --eval-iters 1 --save-interval 10)
+# What SCALE=tiny changes, with launch.sh: a schedule of 12 steps
+TINY_ARGS=(--split 90,8,2 --seq-length 128 --global-batch-size 16 --rampup-batch-size 8 8 32 --train-iters 12
+  --lr 3e-3 --lr-warmup-iters 2 --lr-wsd-decay-iters 4 --eval-interval 6 --eval-iters 1 --save-interval 6)
 
 launch "$@"

@@ -61,7 +61,7 @@ def test_tiny_is_the_same_recipe_on_eight_ranks(data):
 
     degrees = {"pipeline_model_parallel_size", "expert_model_parallel_size", "expert_node_size"}
     assert changed("parallel") == degrees
-    assert changed("data") == {"data_path", "seq_length"}
+    assert changed("data") == {"data_path", "seq_length", "split"}
     assert changed("optimizer") <= {"lr", "lr_warmup_iters", "lr_wsd_decay_iters"}
     grid = check_layout(tiny.parallel, tiny.model, 8, 128, tiny.micro_batches(4))
     assert grid.pp == 2 and grid.ep == 4 and grid.node == grid.inter == 2
