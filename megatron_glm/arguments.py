@@ -196,10 +196,14 @@ def _latest_checkpoint(load: str) -> Path:
             f"--load {load}: the folder holds no checkpoint ({tracker.name} is missing); tools/convert_hf.py makes one "
             "of a Hugging Face folder"
         )
-    text = tracker.read_text().strip()
-    if not text.isdecimal():
+    text = tracker.read_bytes().strip().decode(errors="backslashreplace")
+    if not (text.isascii() and text.isdecimal()):
         raise ValueError(f"--load {load}: {tracker.name} holds {text!r}, it should hold an iteration number")
-    return Path(load) / f"iter_{int(text):07d}"
+    folder = Path(load) / f"iter_{int(text):07d}"
+    if not folder.is_dir():
+        there = ", ".join(sorted(path.name for path in Path(load).glob("iter_*"))) or "none"
+        raise ValueError(f"--load {load}: {tracker.name} names {folder.name}, which is missing; there: {there}")
+    return folder
 
 
 def _add_flag(group: Any, flag: str, field: dataclasses.Field, hint: Any) -> None:

@@ -64,9 +64,7 @@ def open_source(arguments: argparse.Namespace) -> convert.Import | convert.Expor
     """The conversion, checked from headers and metadata."""
     if arguments.from_hf is not None:
         return convert.Import(hf.HFCheckpoint(arguments.from_hf, arguments.dry_run), arguments.save)
-    folder = arguments.load
-    if (iteration := sharded.latest(folder)) is not None:
-        folder = sharded.iteration_folder(folder, iteration)
+    folder = sharded.latest_folder(arguments.load) or arguments.load
     return convert.Export(folder, arguments.max_shard_size or UNITS["GB"] * 5, arguments.fp8_block_quantize)
 
 

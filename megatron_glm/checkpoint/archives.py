@@ -30,7 +30,12 @@ def append(stream: BinaryIO, tensor: torch.Tensor) -> tuple[int, int]:
     """Writes the tensor at the end of `stream`; returns (start, length) of its archive."""
     stream.write(bytes(-stream.tell() % ALIGNMENT))
     start = stream.tell()
-    torch.save(_alone(tensor), stream)
+    try:
+        torch.save(_alone(tensor), stream)
+    except RuntimeError as error:  # from torch's clean-up after a write that failed, where the disk is full
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        raise
     return start, stream.tell() - start
 
 
@@ -46,7 +51,7 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
 def find(stream: BinaryIO, start: int, length: int) -> Archive:
     """The archive of one tensor at these bytes of `stream`, from its directory at its end; reads none of the data.
 
-    Raises: zipfile.BadZipFile or ValueError if there is none.
+    Raises: zipfile.BadZipFile, ValueError or NotImplementedError (another version of zip) if there is none.
     """
     tail = min(length, 4096)
     stream.seek(start + length - tail)
@@ -56,7 +61,10 @@ def find(stream: BinaryIO, start: int, length: int) -> Archive:
     stream.seek(header)
     fixed = stream.read(30)  # the lengths of the name and of the extra field that follow it are its end
     name, extra = int.from_bytes(fixed[26:28], "little"), int.from_bytes(fixed[28:30], "little")
-    return Archive(header + len(fixed) + name + extra, record.file_size, record.CRC)
+    begin = header + len(fixed) + name + extra
+    if begin + record.file_size > start + length:
+        raise ValueError(f"its data end at byte {begin + record.file_size}, its archive at byte {start + length}")
+    return Archive(begin, record.file_size, record.CRC)
 
 
 def mapped(file: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -126,6 +126,9 @@ class Export:
             "--fp8-block-quantize": self.fp8,
         } | identity([self.folder / ".metadata", *self.folder.glob("*.distcp")])
         files = self.files(run)
+        if run.verify:  # what is read, too: copies of damaged data would be found equal
+            indices = [i for part in self.reader.files().values() for i in part if not i.fqn.startswith("optimizer.")]
+            sharded.together(run.group, lambda: self.reader.check_data(run.share(indices)))
         produce(target, settings, files, run, lambda staging, _: self._complete(staging, files))
 
     def _complete(self, staging: Path, files: list[OutputFile]) -> None:

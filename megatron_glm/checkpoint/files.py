@@ -41,10 +41,21 @@ def staged_folder(target: Path, replace: bool = False) -> Iterator[Path]:
     sync(target.parent)
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError inside that names no file is one of `path`, which is written there: a full disk, for example."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def write_durably(path: Path, content: bytes) -> None:
     """Replaces `path` by `content` in one step: after a crash it holds the old bytes or the new ones."""
     temporary = path.with_name(path.name + UNFINISHED)
-    with temporary.open("wb") as file:
+    with naming(path), temporary.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -82,7 +93,8 @@ def sync(path: Path) -> None:
     """Makes a file survive a power cut, or the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

@@ -179,10 +179,18 @@ class HFCheckpoint:
 
     def _check_scale(self, tensor: HFTensor) -> None:
         entry, scale = self.source.entries[tensor.key], self.source.entries.get(tensor.key + SCALE_SUFFIX)
+        if not entry.dtype.is_floating_point:
+            raise ValueError(f"{entry.file}: {tensor.key} is {entry.dtype}, weights are floating-point numbers")
+        if (scale is not None) != (entry.dtype.itemsize == 1):  # FP8 goes with a scale, and nothing else does
+            has = "has no" if scale is None else "has a"
+            raise ValueError(f"{entry.file}: {tensor.key} is {entry.dtype} but {has} {tensor.key + SCALE_SUFFIX}")
         if scale is None:
-            if entry.dtype.itemsize < 2 or not entry.dtype.is_floating_point:
-                raise ValueError(f"{entry.file}: {tensor.key} is {entry.dtype} but has no {tensor.key + SCALE_SUFFIX}")
-        elif len(tensor.shape) < 2 or scale.shape != (wanted := scale_shape(tensor.shape, self.block)):
+            return
+        if scale.dtype.itemsize < 2 or not scale.dtype.is_floating_point:
+            raise ValueError(
+                f"{scale.file}: {tensor.key + SCALE_SUFFIX} is {scale.dtype}, scales are float32, bfloat16 or float16"
+            )
+        if len(tensor.shape) < 2 or scale.shape != (wanted := scale_shape(tensor.shape, self.block)):
             raise ValueError(
                 f"{scale.file}: {tensor.key + SCALE_SUFFIX} is {list(scale.shape)}, blocks of {list(self.block)} "
                 f"in {list(tensor.shape)} need {list(wanted)}"
@@ -262,8 +270,12 @@ class HFCheckpoint:
 def _fp8_block(config_file: Path) -> tuple[int, int]:
     """`quantization_config.weight_block_size`, 128 x 128 where the config does not say."""
     quantization = json.loads(config_file.read_text()).get("quantization_config") or {}
-    rows, columns = quantization.get("weight_block_size") or EXPORT_BLOCK
-    return rows, columns
+    if not isinstance(quantization, dict):
+        raise ValueError(f"{config_file}: quantization_config must be an object, not {quantization!r}")
+    block = quantization.get("weight_block_size") or EXPORT_BLOCK
+    if not isinstance(block, list | tuple) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
+        raise ValueError(f"{config_file}: weight_block_size must be two whole numbers of at least 1, not {block}")
+    return tuple(block)
 
 
 # what the FP8 releases leave as it is, beside embedding and head: 118,629 tensors of GLM-5.2-FP8 are 59,585 and a

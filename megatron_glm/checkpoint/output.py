@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import ProcessGroup
 
@@ -23,6 +23,8 @@ from .sharded import together
 
 RECORDS = ".conversion"
 SETTINGS, FAILED = "settings.json", "failed"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,9 @@ class Run:
     def rank(self) -> int:
         return 0 if self.group is None else self.group.rank()
 
-    def share(self, files: list[OutputFile]) -> list[OutputFile]:
-        """The files of this process, whatever an interrupted run has left of them."""
-        return files[self.rank :: 1 if self.group is None else self.group.size()]
+    def share(self, work: list[T]) -> list[T]:
+        """The files or other items of this process, whatever an interrupted run has left of them."""
+        return work[self.rank :: 1 if self.group is None else self.group.size()]
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ def produce(
         complete: called on rank 0 with the folder and the results of all `files`, in their order; writes the rest.
     Raises: ValueError or OSError on every process if any of them fails; `target` does not exist then.
     """
-    staging = target.with_name(target.name + UNFINISHED)
+    path = target.absolute()
+    staging = path.parent / (path.name + UNFINISHED)
     together(run.group, lambda: None, lambda _: _begin(target, staging, settings, run.resume))
     try:
         together(
@@ -105,9 +108,15 @@ def _begin(target: Path, staging: Path, settings: dict[str, Any], resume: bool) 
         (records / FAILED).unlink(missing_ok=True)
         return
     if staging.exists():
+        if not records.is_dir() and (staging.is_file() or any(staging.iterdir())):
+            raise ValueError(f"{staging} is needed, but is not what an interrupted run left: move it away")
         shutil.rmtree(staging)
     records.mkdir(parents=True)
-    write_durably(records / SETTINGS, json.dumps(settings).encode())
+    try:
+        write_durably(records / SETTINGS, json.dumps(settings).encode())
+    except OSError:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
 
 
 def _require_same(file: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
@@ -144,10 +153,11 @@ def _write_share(staging: Path, files: list[OutputFile], run: Run) -> dict[str, 
 
 
 def _publish(staging: Path, target: Path) -> None:
-    shutil.rmtree(staging / RECORDS)
     for folder, _, _ in os.walk(staging):
         sync(Path(folder))
+    shutil.rmtree(staging / RECORDS)  # last, as they tell whose folder this is
     os.rename(staging, target)
+    sync(target)
     sync(target.parent)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -45,7 +44,7 @@ def inspect(folder: Path, data: bool, show: Callable[[str], object]) -> None:
     if (folder / INDEX_NAME).is_file() or (folder / SINGLE_NAME).is_file():
         _inspect_hf(folder, data, show)
         return
-    iterations = sorted(path.name for path in folder.glob("iter_" + "[0-9]" * 7))
+    iterations = sorted(path.name for path in folder.glob(sharded.ITERATIONS))
     latest = sharded.latest(folder)
     if iterations or latest is not None:
         show(f"checkpoints  {', '.join(iterations) or 'none'}; the latest is of iteration {latest}")
@@ -53,12 +52,13 @@ def inspect(folder: Path, data: bool, show: Callable[[str], object]) -> None:
             show(f"unfinished   {path.name}")
         if latest is None:
             raise ValueError(f"{folder} has no {sharded.LATEST_NAME}: no save in it was completed")
-        folder = sharded.iteration_folder(folder, latest)
+        folder = sharded.latest_folder(folder)
     reader = sharded.Reader(folder)
     config = ModelConfig.from_hf(folder / "config.json")
     _show_model(config, show)
     _show_stored(reader, show)
-    show(f"state        {(folder / 'state.json').read_text() if (folder / 'state.json').is_file() else 'missing'}")
+    state = folder / "state.json"
+    show(f"state        {state.read_text(errors='replace') if state.is_file() else 'missing'}")
     faults = list(_faults(reader, config, data))
     if faults:
         more = f"; and {len(faults) - SHOWN_FAULTS} more" if len(faults) > SHOWN_FAULTS else ""
@@ -94,7 +94,7 @@ def _show_stored(reader: sharded.Reader, show: Callable[[str], object]) -> None:
 def _faults(reader: sharded.Reader, config: ModelConfig, data: bool) -> Iterator[str]:
     checks: list[Callable[[], object]] = [
         lambda: reader.require({name: shape for name, (shape, _) in hf.parameter_shapes(config).items()}),
-        lambda: json.loads((reader.folder / "state.json").read_text()),
+        lambda: sharded.state_of(reader.folder),
     ]
     for indices in reader.files().values():
         checks.append(partial(reader.check_data if data else reader.check_file, indices))

@@ -12,10 +12,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from .archives import mapped
+from .files import naming
 
 BUFFER_BYTES = 16 << 20  # writing from memory of its own is twice as fast as from that of a mapped file
 INDEX_NAME = "model.safetensors.index.json"
@@ -68,10 +70,7 @@ class SafetensorsFolder:
                 raise ValueError(f"{folder} holds neither {INDEX_NAME} nor {SINGLE_NAME}")
             self.entries = read_header(folder / SINGLE_NAME, headers_only)
             return
-        try:
-            weight_map = json.loads(index.read_text())["weight_map"]
-        except (json.JSONDecodeError, KeyError) as error:
-            raise ValueError(f"{index} is not a safetensors index: {error!r}") from error
+        weight_map = _weight_map(index)
         for name in sorted(set(weight_map.values())):
             if not (folder / name).is_file():
                 key = next(key for key, file in weight_map.items() if file == name)
@@ -100,22 +99,49 @@ def read_header(file: Path, headers_only: bool = False) -> dict[str, Entry]:
             raise ValueError(f"{file} is truncated: {size} bytes, its header alone needs {length + 8}")
         try:
             header = json.loads(stream.read(length))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{file} has no safetensors header: {error}") from error
-    entries = {}
-    for key, fields in header.items():
-        if key == "__metadata__":
-            continue
-        if fields["dtype"] not in DTYPES:
-            raise ValueError(f"{file}: {key} has the unknown dtype {fields['dtype']}")
-        dtype, shape = DTYPES[fields["dtype"]], tuple(fields["shape"])
-        start, end = (8 + length + offset for offset in fields["data_offsets"])
-        if end - start != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{file}: {key} has {end - start} bytes, shape {list(shape)} of {dtype} needs others")
-        if end > size and not headers_only:
+    if not isinstance(header, dict):
+        raise ValueError(f"{file} has no safetensors header: it is a JSON {type(header).__name__}, not an object")
+    first = 8 + length
+    entries = {key: _entry(file, key, fields, first) for key, fields in header.items() if key != "__metadata__"}
+    end = first
+    for key, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
+        if entry.start != end:  # an overlap or a gap, neither of which the format allows
+            raise ValueError(f"{file} is damaged: {key} starts at byte {entry.start}, the data before it ends at {end}")
+        if (end := entry.end) > size and not headers_only:
             raise ValueError(f"{file} is truncated: {key} ends at byte {end}, the file at byte {size}")
-        entries[key] = Entry(file, dtype, shape, start, end)
+    if end < size:
+        raise ValueError(f"{file} is damaged: its tensors end at byte {end}, the file at byte {size}")
     return entries
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """{key: file name} of an index; the files lie beside it."""
+    try:
+        content = json.loads(index.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{index} is not a safetensors index: {error}") from error
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ValueError(f"{index} is not a safetensors index: it has no weight_map from tensors to files")
+    return weight_map
+
+
+def _entry(file: Path, key: str, fields: Any, first: int) -> Entry:
+    """A tensor as the header describes it; the data begin at byte `first` of the file."""
+    try:
+        name, shape, (start, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} has a damaged header: {key} is described as {fields!r}") from error
+    if not all(isinstance(number, int) and number >= 0 for number in (*shape, start, end)):
+        raise ValueError(f"{file} has a damaged header: {key} is described as {fields!r}")
+    if not isinstance(name, str) or name not in DTYPES:
+        raise ValueError(f"{file}: {key} has the unknown dtype {name}")
+    nbytes = math.prod(shape) * DTYPES[name].itemsize
+    if end - start != nbytes:
+        raise ValueError(f"{file}: {key} has {end - start} bytes, {list(shape)} of {DTYPES[name]} needs {nbytes}")
+    return Entry(file, DTYPES[name], shape, first + start, first + end)
 
 
 @dataclass(frozen=True)
@@ -143,7 +169,7 @@ def write_safetensors(file: Path, tensors: list[Outgoing]) -> Iterator[int]:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # keeps the data aligned, so that it can be mapped
     buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
-    with file.open("wb") as stream:
+    with naming(file), file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:
             for block in tensor.blocks():

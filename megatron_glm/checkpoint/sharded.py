@@ -40,10 +40,11 @@ from ..model_config import ModelConfig
 from ..parallel.shard import Rectangle
 from . import archives
 from .chunks import Chunk, Piece, StoredChunks, cut, describe, require
-from .files import UNFINISHED, BackgroundSync, copy_side_files, remove_folder, staged_folder, write_durably
+from .files import UNFINISHED, BackgroundSync, copy_side_files, naming, remove_folder, staged_folder, write_durably
 
 FILE_BYTES = 512 << 20  # one file of a writer is synced while the next is written
 LATEST_NAME = "latest_checkpointed_iteration.txt"
+ITERATIONS = "iter_" + "[0-9]" * 7
 CHECKSUM_BYTES = 4  # behind the pickle of .metadata, where torch does not look
 
 T = TypeVar("T")
@@ -58,19 +59,38 @@ def latest(folder: Path) -> int | None:
     file = folder / LATEST_NAME
     if not file.is_file():
         return None
-    text = file.read_text().strip()
-    if not re.fullmatch(r"\d+", text):
+    text = file.read_bytes().strip().decode(errors="backslashreplace")
+    if not re.fullmatch("[0-9]+", text):
         raise ValueError(f"{file} holds {text!r}, it should hold an iteration number")
     return int(text)
 
 
+def latest_folder(folder: Path) -> Path | None:
+    """The folder of the last complete checkpoint in `folder`. Raises ValueError if that is named, but not there."""
+    if (iteration := latest(folder)) is None:
+        return None
+    found = iteration_folder(folder, iteration)
+    if not found.is_dir():
+        there = ", ".join(sorted(path.name for path in folder.glob(ITERATIONS))) or "none"
+        raise ValueError(f"{folder / LATEST_NAME} names {found.name}, which is missing; there: {there}")
+    return found
+
+
 def read_state(folder: Path, iteration: int) -> dict[str, Any]:
     """The scalars that `save` was given. Raises ValueError naming the file if it is missing or damaged."""
-    file = iteration_folder(folder, iteration) / "state.json"
+    return state_of(iteration_folder(folder, iteration))
+
+
+def state_of(folder: Path) -> dict[str, Any]:
+    """`read_state` of one `iter_…` folder."""
+    file = folder / "state.json"
     try:
-        return json.loads(file.read_text())
+        state = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"{file} is missing or damaged: {error}") from error
+    if not isinstance(state, dict):
+        raise ValueError(f"{file} is damaged: it holds a JSON {type(state).__name__}, not an object")
+    return state
 
 
 def remove_unfinished(folder: Path) -> None:
@@ -81,7 +101,7 @@ def remove_unfinished(folder: Path) -> None:
 
 def remove_old(folder: Path, keep: int) -> None:
     """Removes all but the last `keep` checkpoints up to the latest; a converted one (iteration 0) stays."""
-    iterations = sorted(int(path.name[5:]) for path in folder.glob("iter_" + "[0-9]" * 7))
+    iterations = sorted(int(path.name[5:]) for path in folder.glob(ITERATIONS))
     for iteration in [i for i in iterations if 0 < i <= latest(folder)][:-keep]:
         remove_folder(iteration_folder(folder, iteration))
 
@@ -155,7 +175,7 @@ def write_file(
     file: Path, chunks: list[Chunk], progress: Callable[[int], object] = lambda nbytes: None
 ) -> list[Written]:
     """Writes the chunks one after the other, without syncing them; `progress` gets the bytes of each."""
-    with file.open("wb") as stream:
+    with naming(file), file.open("wb") as stream:
         places = []
         for chunk in chunks:
             places.append(archives.append(stream, chunk.read()))
@@ -227,11 +247,11 @@ class Reader:
         if zlib.crc32(content[:-CHECKSUM_BYTES]) != int.from_bytes(content[-CHECKSUM_BYTES:]):
             raise ValueError(f"{folder / '.metadata'} is damaged: its checksum does not match")
         try:
-            self._metadata = pickle.loads(content)
+            self._metadata: Metadata = pickle.loads(content)
+            tensors = self._metadata.state_dict_metadata
         except Exception as error:  # whatever unpickling damaged bytes may raise
             raise ValueError(f"{folder / '.metadata'} is damaged: {error!r}") from error
         self._chunks = StoredChunks(self._metadata)
-        tensors = self._metadata.state_dict_metadata
         self.shapes = {name: (tuple(tensor.size), tensor.properties.dtype) for name, tensor in tensors.items()}
 
     def require(self, wanted: dict[str, tuple[int, ...]]) -> None:
@@ -239,12 +259,18 @@ class Reader:
         require({name: shape for name, (shape, _) in self.shapes.items()}, wanted, self.folder)
 
     def read(self, rectangles: list[Rectangle]) -> None:
-        """Fills the tensors of `rectangles` in place, converting dtypes."""
+        """Fills the tensors of `rectangles` in place, converting dtypes.
+
+        Raises: ValueError if the checkpoint lacks or differs from them, or a chunk that is read whole is damaged.
+        """
         self.require({rectangle.name: rectangle.global_shape for rectangle in rectangles})
         for rectangle in rectangles:
             tensor = rectangle.tensor.detach()
             for part in self._chunks.parts(rectangle) if tensor.numel() else ():
-                stored = self._chunk(part.storage_index)[_span(part.storage_offsets, part.lengths)]
+                chunk = self._chunk(part.storage_index)
+                if chunk.numel() == math.prod(part.lengths):  # what is read in part only would have to be read twice
+                    self._check_data(part.storage_index, chunk)
+                stored = chunk[_span(part.storage_offsets, part.lengths)]
                 tensor[_span(part.dest_offsets, part.lengths)].copy_(stored)
 
     def tensor(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -273,11 +299,13 @@ class Reader:
     def check_data(self, indices: list[MetadataIndex]) -> None:
         """Raises ValueError if a byte of these chunks is not the one saved; reads all of them."""
         for index in indices:
-            data = self._chunk(index).view(-1).view(torch.uint8)
-            found, saved = zlib.crc32(data.numpy()), self._metadata.planner_data[index]
-            if found != saved:
-                what = f"{index.fqn} at {list(index.offset)} has the checksum {found:#x}, saved was {saved:#x}"
-                raise ValueError(f"{self.folder / self._metadata.storage_data[index].relative_path} is damaged: {what}")
+            self._check_data(index, self._chunk(index))
+
+    def _check_data(self, index: MetadataIndex, chunk: torch.Tensor) -> None:
+        found, saved = zlib.crc32(chunk.view(-1).view(torch.uint8).numpy()), self._metadata.planner_data[index]
+        if found != saved:
+            what = f"{index.fqn} at {list(index.offset)} has the checksum {found:#x}, saved was {saved:#x}"
+            raise ValueError(f"{self.folder / self._metadata.storage_data[index].relative_path} is damaged: {what}")
 
     def _chunk(self, index: MetadataIndex) -> torch.Tensor:
         """A stored chunk in the mapped file; refuses a file that is missing, truncated, or another under this name."""
@@ -291,7 +319,7 @@ class Reader:
                 raise ValueError(f"{file} is truncated: {index.fqn} ends at byte {end}, the file at byte {size}")
             try:
                 archive = archives.find(stream, place.offset, place.length)
-            except (zipfile.BadZipFile, ValueError) as error:
+            except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
                 raise ValueError(f"{file}: cannot read {index.fqn}: {error}") from error
         if (archive.nbytes, archive.checksum) != (
             math.prod(sizes) * dtype.itemsize,

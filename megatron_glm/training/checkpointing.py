@@ -217,7 +217,7 @@ def load_checkpoint(
     rectangles, progress = model_rectangles(chunks), Progress()
     what = "weights only"
     if resume:
-        state = sharded.read_state(folder, iteration)
+        state = run_state(folder, iteration)
         for name, value in data_order(config, data).items():
             if (was := state.get(name)) != value:
                 what = "on other data: its fingerprint is" if name == "data" else f"with {flag_name(name)}"
@@ -234,6 +234,16 @@ def load_checkpoint(
     sharded.load(folder, iteration, rectangles, groups.checkpoint)
     log(f"loaded iteration {iteration} of {folder} ({what})")
     return progress
+
+
+def run_state(folder: Path, iteration: int) -> dict[str, Any]:
+    """The state that `Saver.save` wrote. Raises ValueError if it is not that."""
+    state = sharded.read_state(folder, iteration)
+    for name, kind in {"consumed_samples": int, "run_id": str, "optimizer_steps": int}.items():
+        if not isinstance(value := state.get(name), kind):
+            file = sharded.iteration_folder(folder, iteration) / "state.json"
+            raise ValueError(f"{file} is damaged: its {name} is {value!r}, no {kind.__name__}")
+    return state
 
 
 def load_hf(folder: Path, rectangles: list[Rectangle], mtp_layers: int) -> None:

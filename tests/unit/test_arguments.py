@@ -148,6 +148,11 @@ def test_a_folder_without_a_readable_checkpoint_is_refused(capsys, tmp_path):
     assert "holds no checkpoint" in refusal(capsys, "--load", str(tmp_path))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("soon")
     assert "holds 'soon', it should hold an iteration number" in refusal(capsys, "--load", str(tmp_path))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(b"\xff")
+    assert "it should hold an iteration number" in refusal(capsys, "--load", str(tmp_path))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    (tmp_path / "iter_0000004").mkdir()
+    assert "names iter_0000007, which is missing; there: iter_0000004" in refusal(capsys, "--load", str(tmp_path))
 
 
 def test_pretraining_has_its_own_data_flags(capsys):

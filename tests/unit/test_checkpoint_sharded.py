@@ -6,6 +6,8 @@ One process may hold the rectangles of all ranks of a layout, so layouts are sim
 from __future__ import annotations
 
 import os
+import pickle
+import zlib
 from pathlib import Path
 
 import pytest
@@ -289,6 +291,33 @@ def test_a_damaged_state_is_named(tmp_path: Path):
     file.write_bytes(file.read_bytes()[:-3])
     with pytest.raises(ValueError, match=str(file)):
         sharded.read_state(tmp_path, 4)
+    file.write_text("[]")
+    with pytest.raises(ValueError, match=f"{file} is damaged"):
+        sharded.read_state(tmp_path, 4)
+
+
+def test_every_changed_byte_of_a_tensor_is_noticed(tmp_path: Path):
+    source = tensors()
+    save(tmp_path, layout(0, [], source))
+    [file] = (tmp_path / "iter_0000004").glob("*.distcp")
+    content = file.read_bytes()
+    for name, tensor in source.items():
+        place = content.index(tensor.contiguous().view(-1).view(torch.uint8).numpy()[:8].tobytes())
+        file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        with pytest.raises(ValueError, match=f"{file} is damaged: {name} at "):
+            sharded.load(tmp_path, 4, layout(0, [], None), None)
+
+
+def test_the_pointer_to_a_folder_that_is_gone(tmp_path: Path):
+    save(tmp_path, layout(0, [], tensors()))
+    assert sharded.latest_folder(tmp_path) == tmp_path / "iter_0000004"
+    (tmp_path / sharded.LATEST_NAME).write_text("7")
+    with pytest.raises(ValueError, match="names iter_0000007, which is missing; there: iter_0000004"):
+        sharded.latest_folder(tmp_path)
+    for damaged in (b"\xff\xfe", "\u0664".encode(), b""):
+        (tmp_path / sharded.LATEST_NAME).write_bytes(damaged)
+        with pytest.raises(ValueError, match=f"{sharded.LATEST_NAME} holds "):
+            sharded.latest(tmp_path)
 
 
 def test_damaged_checkpoints_are_named(tmp_path: Path):
@@ -304,6 +333,10 @@ def test_damaged_checkpoints_are_named(tmp_path: Path):
         sharded.load(tmp_path, 4, wanted, None)
     data.unlink()
     with pytest.raises(ValueError, match=f"{data} is missing"):
+        sharded.load(tmp_path, 4, wanted, None)
+    other = pickle.dumps({"checkpoint": "of another program"})
+    (folder / ".metadata").write_bytes(other + zlib.crc32(other).to_bytes(4))
+    with pytest.raises(ValueError, match=r"\.metadata is damaged"):
         sharded.load(tmp_path, 4, wanted, None)
     (folder / ".metadata").write_bytes(b"nonsense")
     with pytest.raises(ValueError, match=r"\.metadata is damaged"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import runpy
 import subprocess
 import sys
@@ -52,10 +53,17 @@ def change(tmp_path: Path, changes: dict[str, torch.Tensor | None], **config: ob
     hf_folder.write_folder(tmp_path / "hf", hf_folder.tiny_config(**config), kept, dict.fromkeys(changes, 1))
 
 
+SCALE = KEY + "_scale_inv"
 CHANGES = {
     "missing": ({KEY: None}, [KEY, "hf lacks", "[20, 72]"]),
     "missing from the MTP layer": ({"model.layers.6.enorm.weight": None}, ["model.layers.6.enorm.weight"]),
     "extra": ({"model.layers.2.self_attn.indexer.wk.weight": torch.zeros(2)}, ["indexer.wk.weight", FILES[1]]),
+    "integers": ({KEY: torch.zeros(20, 72).int()}, [KEY, FILES[1], "torch.int32"]),
+    "a scale without FP8": ({SCALE: torch.ones(1, 1)}, [KEY, "torch.bfloat16", SCALE]),
+    "integer scale": (
+        {KEY: torch.zeros(20, 72).to(torch.float8_e4m3fn), SCALE: torch.ones(1, 1).int()},
+        [SCALE, FILES[1], "torch.int32"],
+    ),
     "extra scale": ({"model.nothing_scale_inv": torch.zeros(2)}, ["model.nothing_scale_inv", FILES[1]]),
     "misshapen": ({KEY: torch.zeros(21, 72)}, [KEY, FILES[1], "[21, 72]", "[20, 72]"]),
     "FP8 without scale": ({KEY: torch.zeros(20, 72).to(torch.float8_e4m3fn)}, [KEY, FILES[1], KEY + "_scale_inv"]),
@@ -71,6 +79,83 @@ def test_tensors_that_do_not_fit(case: str, tmp_path: Path, monkeypatch, capsys)
     changes, words = CHANGES[case]
     change(tmp_path, changes)
     refuse(tmp_path, monkeypatch, capsys, *words)
+
+
+HEADERS = {
+    "no offsets": ({"data_offsets": None}, "has a damaged header"),
+    "three offsets": ({"data_offsets": [0, 1, 2]}, "has a damaged header"),
+    "a shape below zero": ({"shape": [-131, -72]}, "has a damaged header"),
+    "offsets below zero": ({"data_offsets": [-131 * 144, 0]}, "has a damaged header"),
+    "a dtype that is no name": ({"dtype": ["BF16"]}, "has the unknown dtype ['BF16']"),
+    "data of another tensor": ({"data_offsets": [0, 131 * 144]}, "the data before it ends at"),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_damaged_headers(case: str, tmp_path: Path, monkeypatch, capsys):
+    changes, words = HEADERS[case]
+    hf_folder.make_folder(tmp_path / "hf")
+    content = (tmp_path / "hf" / FILES[0]).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    fields = header["model.embed_tokens.weight"] | changes
+    header["model.embed_tokens.weight"] = {key: value for key, value in fields.items() if value is not None}
+    text = json.dumps(header).encode()
+    (tmp_path / "hf" / FILES[0]).write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+    refuse(tmp_path, monkeypatch, capsys, FILES[0], words)
+
+
+def test_what_is_json_but_no_header_index_or_quantization(tmp_path: Path, monkeypatch, capsys):
+    hf_folder.make_folder(tmp_path / "hf")
+    index, config = tmp_path / "hf" / "model.safetensors.index.json", tmp_path / "hf" / "config.json"
+    before = index.read_text(), json.loads(config.read_text())
+    for damaged in ("[]", '{"weight_map": []}', '{"weight_map": {"a": null}}', "[" * 100_000):
+        index.write_text(damaged)
+        refuse(tmp_path, monkeypatch, capsys, str(index), "is not a safetensors index")
+    index.write_text(before[0])
+    for damaged, words in (("fp8", "quantization_config"), ({"weight_block_size": [0, 128]}, "weight_block_size")):
+        config.write_text(json.dumps(before[1] | {"quantization_config": damaged}))
+        refuse(tmp_path, monkeypatch, capsys, str(config), words)
+    (tmp_path / "hf" / FILES[0]).write_bytes((2).to_bytes(8, "little") + b"[]")
+    config.write_text(json.dumps(before[1]))
+    refuse(tmp_path, monkeypatch, capsys, FILES[0], "no safetensors header")
+
+
+@pytest.mark.parametrize("room", [300, 5_000, 200_000])
+def test_a_full_disk_is_one_line_naming_the_file(room: int, tmp_path: Path, monkeypatch, capsys):
+    """A limit on the size of files acts as a full disk does, but in the middle of whatever is written then."""
+    hf_folder.make_folder(tmp_path / "hf")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)  # Python ignores the signal that comes with the error
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+        refuse(tmp_path, monkeypatch, capsys, "File too large", "iter_0000000.tmp")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_folder_of_someone_else_is_not_replaced(tmp_path: Path, monkeypatch, capsys):
+    hf_folder.make_folder(tmp_path / "hf")
+    assert tool(monkeypatch, "--from-hf", tmp_path / "hf", "--save", tmp_path / "ckpt") == 0
+    (tmp_path / "back.tmp").mkdir()
+    (tmp_path / "back.tmp" / "notes").write_text("mine")
+    assert tool(monkeypatch, "--load", tmp_path / "ckpt", "--to-hf", tmp_path / "back") == 1
+    assert f"{tmp_path / 'back.tmp'} is needed" in capsys.readouterr().err
+    assert (tmp_path / "back.tmp" / "notes").read_text() == "mine"
+    monkeypatch.chdir(tmp_path / "back.tmp")
+    assert tool(monkeypatch, "--load", tmp_path / "ckpt", "--to-hf", ".") == 1
+    assert "already exists" in capsys.readouterr().err
+
+
+def test_verify_reads_the_source_too(tmp_path: Path, monkeypatch, capsys):
+    tensors = hf_folder.make_folder(tmp_path / "hf")
+    assert tool(monkeypatch, "--from-hf", tmp_path / "hf", "--save", tmp_path / "ckpt") == 0
+    [file] = (tmp_path / "ckpt").rglob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[content.index(tensors[KEY].view(torch.uint8).numpy().tobytes())] ^= 1
+    file.write_bytes(content)
+    assert tool(monkeypatch, "--load", tmp_path / "ckpt", "--to-hf", tmp_path / "back", "--verify") == 1
+    assert f"{file} is damaged: layers.3.mlp.experts.gate_up at [5, 0, 0]" in capsys.readouterr().err
+    assert not (tmp_path / "back").exists() and not (tmp_path / "back.tmp").exists()
 
 
 def test_truncated_data(tmp_path: Path, monkeypatch, capsys):
