@@ -272,7 +272,11 @@ launch() {
   if [ -n "${SLURM_PROCID:-}" ]; then
     exec "$python" "$root/$program" "${args[@]}"
   fi
-  local nodes=(--standalone)
+  # Flags that cannot be served are one line here, and one from every rank in torchrun's summary below.
+  local plan nodes=(--standalone)
+  plan=$(WORLD_SIZE=$((NNODES * GPUS_PER_NODE)) LOCAL_WORLD_SIZE=$GPUS_PER_NODE \
+    "$python" "$root/$program" "${args[@]}" --dry-run) || exit
+  grep -A 9 '^verdict' <<<"$plan" || true
   if ((NNODES > 1)); then
     nodes=(--nnodes "$NNODES" --rdzv-backend c10d --rdzv-id "$recipe_name"
       --rdzv-endpoint "$MASTER_ADDR:${MASTER_PORT:-29500}")

@@ -225,6 +225,13 @@ def test_the_environment_says_where_and_on_what(box):
     assert config.data.data_path == ("other.jsonl",)
 
 
+def test_flags_that_cannot_be_served_are_refused_before_torchrun(box):
+    for flag in ("--seq-lenght", "--global-batch-size"):
+        done = bash(box, "glm5.2_4k_cudnn.sh", flag, "100", PYTHON=sys.executable)
+        assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    assert not (box / "torchrun.args").exists()
+
+
 def test_all_that_is_missing_is_named_with_what_to_do(box):
     mistakes = {"CHECKPOINT": "none", "DATA_PATH": "rows", "SAVE": "rows.jsonl/save", "MASTER_ADDR": "localhost"}
     done = bash(box, "glm5.2_hellaswag.sh", GPUS_PER_NODE="9", **mistakes)
