@@ -66,7 +66,7 @@ def check(words: list[str]) -> None:
         assert (ROOT / script).is_file(), script
         flags = rest[rest.index(script) + 1 :]
         if "glm5" in script:
-            known_flags("finetune_glm.py", flags)
+            known_flags("pretrain_glm.py" if "pretrain" in script else "finetune_glm.py", flags)
         else:
             assert not flags, words
     elif program in ("pip", "python", "python3") and "install" in rest or "wheel" in rest:
