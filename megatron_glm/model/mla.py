@@ -63,12 +63,12 @@ class MLA(nn.Module):
         q_nope, q_rope = q.split((self.nope, self.rope), dim=-1)
         q_rope = apply_rope(q_rope, *plan.rope)
 
-        out = q.new_zeros(q.shape[0], self.heads, self.value)
+        parts = []
         if plan.dense is not None:
-            out = out.index_copy(0, plan.dense.rows, self._attend_dense(q_nope, q_rope, kv, plan))
+            parts.append((plan.dense.rows, self._attend_dense(q_nope, q_rope, kv, plan)))
         if plan.sparse is not None:
-            out = out.index_copy(0, plan.sparse.rows, self._attend_sparse(q_nope, q_rope, kv, topk, plan))
-        return self.o_proj(out.flatten(1)), topk
+            parts.append((plan.sparse.rows, self._attend_sparse(q_nope, q_rope, kv, topk, plan)))
+        return self.o_proj(_put_rows(q.shape[0], parts).flatten(1)), topk
 
     def _latents(self, x: Tensor, plan: AttentionPlan) -> Tensor:
         """Keys of the whole pack, `[c | k_rope]` [T, C+R] in pack order."""
@@ -79,8 +79,8 @@ class MLA(nn.Module):
     def _attend_dense(self, q_nope: Tensor, q_rope: Tensor, kv: Tensor, plan: AttentionPlan) -> Tensor:
         """Non-absorbed: keys and values are expanded for each head. -> [dense rows, h, V]"""
         rows = plan.dense.rows
-        q = torch.cat((q_nope[rows], q_rope[rows]), dim=-1)
-        c, k_rope = kv[plan.dense.keys].split((self.latent, self.rope), dim=-1)
+        q = torch.cat((_take_rows(q_nope, rows), _take_rows(q_rope, rows)), dim=-1)
+        c, k_rope = _take_rows(kv, plan.dense.keys).split((self.latent, self.rope), dim=-1)
         k_nope, v = (
             self.kv_b_proj(c).view(-1, self.heads, self.nope + self.value).split((self.nope, self.value), dim=-1)
         )
@@ -92,7 +92,23 @@ class MLA(nn.Module):
         rows = plan.sparse.rows
         weight = self.kv_b_proj.weight.view(self.heads, self.nope + self.value, self.latent)
         to_key, to_value = weight.split((self.nope, self.value), dim=1)
-        q_latent = torch.einsum("thn,hnc->thc", q_nope[rows], to_key)
-        q = torch.cat((q_latent, q_rope[rows]), dim=-1)
-        out, _ = sparse_mla(q, kv, topk[rows], plan.sparse.length, self.latent, self.scale, self.backend)
+        q_latent = torch.einsum("thn,hnc->thc", _take_rows(q_nope, rows), to_key)
+        q = torch.cat((q_latent, _take_rows(q_rope, rows)), dim=-1)
+        out, _ = sparse_mla(q, kv, _take_rows(topk, rows), plan.sparse.length, self.latent, self.scale, self.backend)
         return torch.einsum("thc,hvc->thv", out, to_value)
+
+
+def _take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """x[rows], without a copy where the plan's rows, which rise, are all rows of x."""
+    return x if rows.numel() == x.shape[0] else x[rows]
+
+
+def _put_rows(total: int, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """[total, ...] of (rows, values) that share no row; zero in rows of none. One part of all rows is no copy."""
+    rows, values = parts[0]
+    if len(parts) == 1 and rows.numel() == total:
+        return values
+    out = values.new_zeros(total, *values.shape[1:])
+    for rows, values in parts:
+        out = out.index_copy(0, rows, values)
+    return out

@@ -20,8 +20,7 @@ class RMSNorm(nn.Module):
         self.shards = {"weight": replicated((dim,), tp)}
 
     def forward(self, x: Tensor) -> Tensor:
-        full = x.float()
-        return self.weight * (full * torch.rsqrt(full.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return self.weight * F.rms_norm(x, x.shape[-1:], eps=self.eps)  # torch's kernel computes and keeps fp32 inside
 
 
 class LayerNorm(nn.Module):

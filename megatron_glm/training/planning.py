@@ -328,7 +328,7 @@ def distinct_owners(model: ModelConfig, owners: int) -> float:
 def layer_activations(model: ModelConfig, layer: int, s: Shapes) -> dict[str, int]:
     """Bytes that autograd keeps of one layer without recomputation, by part.
 
-    A norm of width n keeps its fp32 input, the normalised and the scaled rows: n (4 + 2 b). Attention keeps the latents
+    A norm of width n keeps its input, the normalised and the scaled rows: 3 n b. Attention keeps the latents
     of query and key, the keys of the whole pack T (C + R) b, and for each head the query; sparse rows also the absorbed
     query (C + R) b, the latent output C b and lse; dense rows query, key, value and output. MoE: the router's fp32 rows
     and scores, and for each of the K s rows of the experts input, gate and up, product and output. Routing is taken to
@@ -338,13 +338,13 @@ def layer_activations(model: ModelConfig, layer: int, s: Shapes) -> dict[str, in
     latent, rope, value, qk = model.kv_lora_rank, model.qk_rope_head_dim, model.v_head_dim, model.qk_head_dim
     sparse = s.tokens - s.dense
     gathered = s.tokens * b if s.tp > 1 else 0
-    attention = s.shard * (model.q_lora_rank + latent) * (4 + 2 * b) + gathered * model.q_lora_rank
+    attention = 3 * s.shard * (model.q_lora_rank + latent) * b + gathered * model.q_lora_rank
     attention += s.pack * (latent + rope) * b + s.tokens * heads * (qk + value) * b
     attention += sparse * heads * (model.qk_nope_head_dim + latent + rope) * b + sparse * s.slots * 4
     attention += s.dense * heads * (2 * qk + value) * b
     if model.has_indexer(layer):
         attention += (s.shard + s.tokens) * s.slots * 4
-    parts = {"norms": 2 * s.shard * d * (4 + 2 * b), "attention": attention, "attention output": _outputs(model, s)}
+    parts = {"norms": 6 * s.shard * d * b, "attention": attention, "attention output": _outputs(model, s)}
     if not model.is_moe(layer):
         return parts | {"mlp": 4 * s.tokens * model.intermediate_size // s.tp * b + gathered * d}
     width = model.moe_intermediate_size
@@ -389,8 +389,8 @@ def layer_gradients(model: ModelConfig, s: Shapes) -> int:
 
 
 def head_bytes(config: RunConfig, s: Shapes) -> int:
-    """Logits of one chunk in fp32 and the forward's type, the head's gradient in fp32 twice (kept from the forward, and
-    its scaled copy in the backward), and the gathered hidden states with their gradient."""
+    """Logits of one chunk in fp32 and the forward's type, the head's gradient in both (fp32 from the forward on, its copy
+    in the backward), and the gathered hidden states with their gradient."""
     model, rows = config.model, min(config.kernels.loss_chunk_size, s.tokens)
     vocab = -(-model.vocab_size // s.tp)
-    return rows * vocab * (4 + s.b) + vocab * model.hidden_size * 8 + 2 * s.tokens * model.hidden_size * s.b
+    return rows * vocab * (4 + s.b) + vocab * model.hidden_size * (4 + s.b % 4) + 2 * s.tokens * model.hidden_size * s.b
