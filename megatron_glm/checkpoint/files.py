@@ -28,17 +28,28 @@ def staged_folder(target: Path, replace: bool = False) -> Iterator[Path]:
     if staging.exists():
         shutil.rmtree(staging)
     staging.mkdir(parents=True)
+    held = os.open(staging, os.O_RDONLY)
     try:
         yield staging
         for folder, _, _ in os.walk(staging):
             sync(Path(folder))
+        if not _is(staging, held):
+            raise OSError(f"another process has replaced {staging}: two runs must not save to the same folder")
         if target.exists():
             shutil.rmtree(target)
         os.rename(staging, target)
     except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
+        if _is(staging, held):
+            shutil.rmtree(staging, ignore_errors=True)
         raise
+    finally:
+        os.close(held)
     sync(target.parent)
+
+
+def _is(path: Path, descriptor: int) -> bool:
+    """Whether `path` is what was opened as `descriptor`; while that is open nothing else gets its number."""
+    return path.exists() and os.path.samestat(path.stat(), os.fstat(descriptor))
 
 
 @contextmanager

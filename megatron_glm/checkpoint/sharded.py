@@ -100,10 +100,19 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def remove_old(folder: Path, keep: int) -> None:
-    """Removes all but the last `keep` checkpoints up to the latest; a converted one (iteration 0) stays."""
+    """Removes all but the last `keep` checkpoints up to the latest; a converted one (iteration 0) stays.
+
+    Raises: OSError naming the first that could not be removed; the others are.
+    """
     iterations = sorted(int(path.name[5:]) for path in folder.glob(ITERATIONS))
+    errors = []
     for iteration in [i for i in iterations if 0 < i <= latest(folder)][:-keep]:
-        remove_folder(iteration_folder(folder, iteration))
+        try:
+            remove_folder(iteration_folder(folder, iteration))
+        except OSError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def save(

@@ -241,6 +241,30 @@ def test_old_checkpoints_go_and_the_converted_one_and_newer_ones_stay(tmp_path: 
     assert sorted(path.name for path in tmp_path.iterdir()) == kept
 
 
+def test_an_old_checkpoint_that_stays_does_not_keep_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for iteration in (1, 2, 3, 4):
+        save(tmp_path, layout(0, [], tensors()), iteration)
+    rename = os.rename
+
+    def busy(source: Path, target: Path) -> None:
+        if source.name == "iter_0000001":
+            raise PermissionError(1, "Operation not permitted", str(source))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", busy)
+    with pytest.raises(PermissionError, match="iter_0000001"):
+        sharded.remove_old(tmp_path, 1)
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000001", "iter_0000004"]
+
+
+def test_two_runs_that_save_to_one_folder_do_not_mix(tmp_path: Path):
+    with pytest.raises(OSError, match="out.tmp: two runs must not save"), staged_folder(tmp_path / "out") as first:
+        (first / "file").write_text("first")
+        with staged_folder(tmp_path / "out") as second:
+            (second / "file").write_text("second")
+    assert (tmp_path / "out" / "file").read_text() == "second"
+
+
 def test_a_kill_while_old_checkpoints_go_leaves_none_that_looks_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for iteration in (10, 20):
         save(tmp_path, layout(0, [], tensors()), iteration)

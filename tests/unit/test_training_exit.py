@@ -252,6 +252,15 @@ def test_no_load_optim_goes_on_with_fresh_moments(run):
     torch.testing.assert_close((first / 0.1).square() * 0.001, second)
 
 
+def test_a_state_that_no_run_has_written_is_named(tmp_path):
+    state = {"consumed_samples": 4, "run_id": "0", "optimizer_steps": 2}
+    (tmp_path / "iter_0000002").mkdir()
+    for damaged in (state | {"consumed_samples": "4"}, {"run_id": "0", "optimizer_steps": 2}):
+        (tmp_path / "iter_0000002" / "state.json").write_text(json.dumps(damaged))
+        with pytest.raises(ValueError, match="iter_0000002/state.json is damaged: its consumed_samples is "):
+            checkpointing.run_state(tmp_path, 2)
+
+
 def test_weights_stay_fp32_in_a_bf16_run(run):
     """The gate, its correction bias and the masters of everything else."""
     run(train_iters=1, bf16=True, save="out")
