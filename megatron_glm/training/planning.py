@@ -389,8 +389,8 @@ def layer_gradients(model: ModelConfig, s: Shapes) -> int:
 
 
 def head_bytes(config: RunConfig, s: Shapes) -> int:
-    """Logits of one chunk in fp32 and the forward's type, the head's gradient in both, too (the backward copies it), and
-    the gathered hidden states with their gradient."""
+    """Logits of one chunk and the head's gradient, each in fp32 and in the forward's type, and the gathered hidden
+    states with their gradient."""
     model, rows = config.model, min(config.kernels.loss_chunk_size, s.tokens)
     vocab = -(-model.vocab_size // s.tp)
     return rows * vocab * (4 + s.b) + vocab * model.hidden_size * (4 + s.b % 4) + 2 * s.tokens * model.hidden_size * s.b
