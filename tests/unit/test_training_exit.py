@@ -297,4 +297,4 @@ def test_host_memory_is_flat_over_twenty_background_saves(tmp_path, monkeypatch)
             sharded.remove_old(tmp_path, 1)
             used.append(int(re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10)
             assert (tensors(tmp_path, iteration)["weight"] == iteration).all()
-    assert used[-1] - used[4] < size
+    assert used[-1] - used[4] < 4 * size  # a copy left by each save would be 15 of them
