@@ -48,7 +48,7 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
     return raw.view(tensor.dtype).view(tensor.shape)
 
 
-def find(stream: BinaryIO, start: int, length: int) -> Archive:
+def find(stream: BinaryIO | mmap.mmap, start: int, length: int) -> Archive:
     """The archive of one tensor at these bytes of `stream`, from its directory at its end; reads none of the data.
 
     Raises: zipfile.BadZipFile, ValueError or NotImplementedError (another version of zip) if there is none.
@@ -73,9 +73,21 @@ def mapped(file: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -
     if not nbytes:
         return torch.empty(shape, dtype=dtype)
     page = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    return view(mapping(file, page, start - page + nbytes), start - page, dtype, shape)
+
+
+def mapping(file: Path, first: int, nbytes: int) -> mmap.mmap:
+    """`nbytes` bytes of the file (0: all that follow) from `first` on, a multiple of the page size.
+
+    The file stays open as long as they are used.
+    """
     with file.open("rb") as stream:  # private: torch has no read-only tensors, and warns of read-only memory
-        content = mmap.mmap(stream.fileno(), start - page + nbytes, access=mmap.ACCESS_COPY, offset=page)
-    raw = torch.frombuffer(content, dtype=torch.uint8, offset=start - page, count=nbytes)
+        return mmap.mmap(stream.fileno(), nbytes, access=mmap.ACCESS_COPY, offset=first)
+
+
+def view(content: mmap.mmap, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """The tensor at byte `start` of `content`, which is not empty and lives as long as the tensor."""
+    raw = torch.frombuffer(content, dtype=torch.uint8, offset=start, count=math.prod(shape) * dtype.itemsize)
     if start % dtype.itemsize:  # legal in safetensors, but torch cannot view it in place
         raw = raw.clone()
     return raw.view(dtype).view(shape)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import operator
 import pickle
 import re
@@ -261,6 +262,7 @@ class Reader:
         except Exception as error:  # whatever unpickling damaged bytes may raise
             raise ValueError(f"{folder / '.metadata'} is damaged: {error!r}") from error
         self._chunks = StoredChunks(self._metadata)
+        self._last: tuple[Path | None, mmap.mmap | bytes] = None, b""  # one file, else they could be too many
         self.shapes = {name: (tuple(tensor.size), tensor.properties.dtype) for name, tensor in tensors.items()}
 
     def require(self, wanted: dict[str, tuple[int, ...]]) -> None:
@@ -321,21 +323,23 @@ class Reader:
         place = self._metadata.storage_data[index]
         file, dtype = self.folder / place.relative_path, self.shapes[index.fqn][1]
         sizes = self._chunks.sizes(index.fqn, index.offset)
-        if not file.is_file():
-            raise ValueError(f"{file} is missing: it holds {index.fqn}")
-        with file.open("rb") as stream:
-            if (end := place.offset + place.length) > (size := file.stat().st_size):
-                raise ValueError(f"{file} is truncated: {index.fqn} ends at byte {end}, the file at byte {size}")
-            try:
-                archive = archives.find(stream, place.offset, place.length)
-            except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
-                raise ValueError(f"{file}: cannot read {index.fqn}: {error}") from error
+        if file != self._last[0]:
+            if not file.is_file():
+                raise ValueError(f"{file} is missing: it holds {index.fqn}")
+            self._last = file, archives.mapping(file, 0, 0) if file.stat().st_size else b""
+        content = self._last[1]
+        if (end := place.offset + place.length) > len(content):
+            raise ValueError(f"{file} is truncated: {index.fqn} ends at byte {end}, the file at byte {len(content)}")
+        try:
+            archive = archives.find(content, place.offset, place.length)
+        except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+            raise ValueError(f"{file}: cannot read {index.fqn}: {error}") from error
         if (archive.nbytes, archive.checksum) != (
             math.prod(sizes) * dtype.itemsize,
             self._metadata.planner_data[index],
         ):
             raise ValueError(f"{file} is not the file that was saved: it holds other data as {index.fqn}")
-        return archives.mapped(file, archive.start, dtype, tuple(sizes))
+        return archives.view(content, archive.start, dtype, tuple(sizes))
 
 
 def _span(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron_glm.checkpoint import chunks, files, sharded
+from megatron_glm.checkpoint import archives, chunks, files, sharded
 from megatron_glm.checkpoint.files import staged_folder, write_durably
 from megatron_glm.model_config import ModelConfig
 from megatron_glm.parallel.shard import Rectangle
@@ -134,6 +134,22 @@ def test_files_stay_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sharded, "FILE_BYTES", 500)
     save(tmp_path, layout(0, [], tensors()))
     assert len(list((tmp_path / "iter_0000004").glob("*.distcp"))) >= (17 + 230 + 240) * 4 // 500
+
+
+def test_reading_opens_each_file_once_and_keeps_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """On a shared file system an open costs more than a small chunk; and a process may open only so many."""
+    monkeypatch.setattr(sharded, "FILE_BYTES", 1000)
+    save(tmp_path, layout(0, [], tensors()))
+    count = len(list((tmp_path / "iter_0000004").glob("*.distcp")))
+    opened, mapping = [], archives.mapping
+    monkeypatch.setattr(archives, "mapping", lambda file, *span: opened.append(file) or mapping(file, *span))
+    before = len(os.listdir("/proc/self/fd"))
+    reader = sharded.Reader(tmp_path / "iter_0000004")
+    reader.read(layout(0, [], None))
+    assert 1 < count == len(opened) < sum(map(len, reader.files().values()))
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+    del reader
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_another_model_is_one_error_with_both_shapes(tmp_path: Path):
