@@ -7,7 +7,9 @@ import heapq
 import json
 import math
 import os
+import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -32,12 +34,11 @@ def parse_blend(entries: Sequence[str], flag: str) -> tuple[list[str], list[Frac
         )
     weights = []
     for text in entries[::2]:
-        try:
-            weights.append(Fraction(text))
-        except ValueError as error:
-            raise ValueError(f"{flag}: the weight {text} is not a finite number") from error
-        if weights[-1] < 0:
-            raise ValueError(f"{flag}: the weight {text} is below 0")
+        number = float(text)
+        if not 0 <= number < math.inf:
+            what = "below 0" if number < 0 else "not a finite number"
+            raise ValueError(f"{flag}: the weight {text} is {what}")
+        weights.append(Fraction(text) if number else Fraction(0))  # 1e-9999999 would take forever
     if not sum(weights):
         raise ValueError(f"{flag} {' '.join(entries)}: the weights sum to 0")
     return list(entries[1::2]), weights
@@ -95,7 +96,7 @@ def cache_key(**what: Any) -> str:
 
 def save_array(path: Path, array: np.ndarray) -> None:
     """Writes a .npy file that has its name only when it is whole."""
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")  # two runs may build the same at once
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
@@ -104,11 +105,13 @@ def save_array(path: Path, array: np.ndarray) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise ValueError(f"cannot write the index {path}: {error.strerror}; give another --data-cache-path") from error
 
 
-def open_array(path: Path, shape: tuple[int, ...]) -> np.ndarray:
-    """Memory-maps what save_array wrote; raises ValueError if it is missing or not of this shape."""
+def open_array(path: Path, shape: tuple[int, ...], dtype: np.dtype | type) -> np.ndarray:
+    """Memory-maps what save_array wrote; raises ValueError if it is missing or not of this shape and dtype."""
     if not path.is_file():
         raise ValueError(
             f"the index {path} is not there: one rank built it, and all must see it (and the data with the same times"
@@ -118,6 +121,7 @@ def open_array(path: Path, shape: tuple[int, ...]) -> np.ndarray:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
         raise ValueError(f"the index {path} is damaged, remove it: {error}") from error
-    if array.shape != shape:
-        raise ValueError(f"the index {path} is damaged, remove it: it has the shape {array.shape}, expected {shape}")
+    if array.shape != shape or array.dtype != dtype:
+        found, wanted = f"{array.dtype} {array.shape}", f"{np.dtype(dtype)} {shape}"
+        raise ValueError(f"the index {path} is damaged, remove it: it holds {found}, expected {wanted}")
     return array.view(np.ndarray)

@@ -12,6 +12,8 @@ import os
 import shutil
 import struct
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -46,10 +48,13 @@ class IndexedDataset:
 
     def __init__(self, prefix: str | Path):
         self.prefix = str(prefix)
+        if not self.prefix:
+            raise ValueError("the prefix of a .bin and .idx is empty")  # an unset shell variable
         self._idx, self._bin = idx_path(prefix), bin_path(prefix)
         for path in (self._idx, self._bin):
             if not path.is_file():
-                hint = ", give the prefix of both files without .idx" if path.suffix == Path(prefix).suffix else ""
+                end = Path(prefix).suffix
+                hint = f", give the prefix of both files without {end}" if end in (".bin", ".idx") else ""
                 raise ValueError(f"{path} does not exist{hint}")
         size = self._idx.stat().st_size
         with self._idx.open("rb") as file:
@@ -139,7 +144,7 @@ class IndexedDataset:
 class IndexedWriter:
     """Writes PREFIX.bin and PREFIX.idx. Both have their names only when all is written, the .idx last.
 
-    As a context manager it finishes on success; after an exception it leaves neither.
+    As a context manager it finishes on success; after an exception, its own included, it leaves neither.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype | type):
@@ -168,7 +173,8 @@ class IndexedWriter:
         if total * self.dtype.itemsize != len(raw):
             raise ValueError(f"{self.prefix}: {len(raw)} bytes for {total} tokens of {self.dtype}")
         first = len(self._lengths)
-        self._bin.write(raw)
+        with _named(self._bin.name):
+            self._bin.write(raw)
         self._lengths.extend(map(int, lengths))
         self._bounds.extend(range(first + 1, len(self._lengths) + 1) if documents is None else [len(self._lengths)])
         self.tokens += total
@@ -178,7 +184,7 @@ class IndexedWriter:
         if dataset.dtype != self.dtype:
             raise ValueError(f"{dataset.prefix} holds {dataset.dtype}, {self.prefix} {self.dtype}")
         first = len(self._lengths)
-        with bin_path(dataset.prefix).open("rb") as file:
+        with bin_path(dataset.prefix).open("rb") as file, _named(self._bin.name):
             shutil.copyfileobj(file, self._bin, 2**24)
         self._lengths.frombytes(dataset.sequence_lengths.tobytes())
         self._bounds.frombytes((dataset.document_bounds[1:] + first).tobytes())
@@ -189,19 +195,21 @@ class IndexedWriter:
         lengths = np.frombuffer(self._lengths, np.int32)
         pointers = np.zeros(len(lengths), np.int64)
         np.cumsum(lengths[:-1], out=pointers[1:], dtype=np.int64)
-        with self._temporary(idx_path(self.prefix)).open("wb") as file:
+        index = self._temporary(idx_path(self.prefix))
+        with _named(index), index.open("wb") as file:
             file.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(self._bounds)))
             for part in (lengths, pointers * self.dtype.itemsize, np.frombuffer(self._bounds, np.int64)):
                 file.write(part.tobytes())
             _to_disk(file)
-        _to_disk(self._bin)
-        self._bin.close()
+        with _named(self._bin.name), self._bin as file:
+            _to_disk(file)
         for path in (bin_path(self.prefix), idx_path(self.prefix)):
             os.replace(self._temporary(path), path)
 
     def discard(self) -> None:
         """Removes what is written so far."""
-        self._bin.close()
+        with suppress(OSError):  # what is still to be written may have no room
+            self._bin.close()
         for path in (bin_path(self.prefix), idx_path(self.prefix)):
             self._temporary(path).unlink(missing_ok=True)
 
@@ -209,10 +217,24 @@ class IndexedWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
-        self.close() if kind is None else self.discard()
+        try:
+            if kind is None:
+                self.close()
+        finally:
+            self.discard()  # nothing, after a close
 
     def _temporary(self, path: Path) -> Path:
         return path.with_name(path.name + ".tmp")
+
+
+@contextmanager
+def _named(path: str | Path) -> Iterator[None]:
+    """Says in an error of writing which file it was: a full disk does not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def _to_disk(file) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from megatron_glm.config import PretrainDataConfig
 
-from .blend import cache_key, deal, open_array, parse_blend, save_array, whole_weights
+from .blend import ENTRY, cache_key, deal, open_array, parse_blend, save_array, whole_weights
 from .indexed import IndexedDataset
 from .packing import Piece
 
@@ -66,6 +66,7 @@ class PrefixSamples:
                 " at all, or a smaller --seq-length"
             )
         self.require(self.packs_per_epoch if samples is None else samples)
+        self._order_dtype = np.uint32 if end <= 2**32 else np.int64
         key = cache_key(
             format=FORMAT, files=dataset.fingerprint(), documents=[begin, end], length=seq_length, seed=seed
         )
@@ -111,6 +112,8 @@ class PrefixSamples:
             if len(ids):
                 parts.append(ids)
             left, offset = left - len(ids), 0
+        if left:
+            raise self._damaged(index, f"misses {left} of {self.seq_length + 1} tokens")
         if not self.document_mask:
             parts = [np.concatenate(parts)]
         elif len(parts[-1]) == 1:  # the token behind the sample begins another document: it is nobody's label
@@ -129,8 +132,15 @@ class PrefixSamples:
             raise ValueError(f"sample {index} of {self.dataset.prefix} is none of the {self.samples} asked for")
         epoch, number = divmod(index, self.packs_per_epoch)
         order, samples = self._open(epoch)
-        sample = samples[number].tolist()
-        return order[sample[0] : sample[2] + 1].tolist(), sample
+        first, _, last = sample = samples[number].tolist()
+        documents = order[first : last + 1].tolist() if 0 <= first <= last else []
+        if not documents or min(documents) < self.begin or max(documents) >= self.end:
+            raise self._damaged(index, f"has no documents of {self.begin} to {self.end - 1}")
+        return documents, sample
+
+    def _damaged(self, index: int, what: str) -> ValueError:
+        paths = " and ".join(map(str, self._paths(index // self.packs_per_epoch)))
+        return ValueError(f"the index is damaged, remove {paths}: sample {index} {what}")
 
     def _check(self, ids: np.ndarray, document: int, offset: int) -> None:
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
@@ -150,7 +160,7 @@ class PrefixSamples:
         offsets = tokens - (ends - lengths[order])[places]
         samples = np.stack([places[:-1], offsets[:-1], places[1:]], axis=1)
         order += self.begin
-        return order.astype(np.uint32 if self.end <= 2**32 else np.int64), samples[random.permutation(len(samples))]
+        return order.astype(self._order_dtype), samples[random.permutation(len(samples))]
 
     def _paths(self, epoch: int) -> tuple[Path, Path]:
         base = f"{self._cache.name}-epoch{epoch}"
@@ -159,7 +169,7 @@ class PrefixSamples:
     def _open(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         if epoch not in self._epochs:
             shapes = (self.end - self.begin,), (self.packs_per_epoch, 3)
-            order, samples = map(open_array, self._paths(epoch), shapes)
+            order, samples = map(open_array, self._paths(epoch), shapes, (self._order_dtype, np.int64))
             # a step may straddle two epochs
             self._epochs = dict([*self._epochs.items()][-2:]) | {epoch: (order, samples)}
         return self._epochs[epoch]
@@ -197,7 +207,7 @@ class Blend:
             part.build()
 
     def open(self) -> None:
-        self._table = open_array(self._path, (self._slots,))
+        self._table = open_array(self._path, (self._slots,), ENTRY)
         for part in self.parts:
             part.open()
 
@@ -256,8 +266,8 @@ def parse_split(split: str) -> list[float]:
         shares = [float(share) for share in split.split(",")]
     except ValueError as error:
         raise ValueError(f"--split {split} is not of numbers, such as 969,30,1") from error
-    if not 1 <= len(shares) <= len(PARTS) or not all(0 <= share < math.inf for share in shares) or not sum(shares):
-        raise ValueError(f"--split {split} must be one to three numbers from 0 on, not all of them 0")
+    if not 1 <= len(shares) <= len(PARTS) or min(shares) < 0 or not 0 < sum(shares) < math.inf:
+        raise ValueError(f"--split {split} must be one to three finite numbers from 0 on, not all of them 0")
     ends, total = [0.0], float(np.sum(np.array(shares)))
     for share in shares + [0.0] * (len(PARTS) - len(shares)):
         ends.append(ends[-1] + share / total)

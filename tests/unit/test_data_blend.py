@@ -87,6 +87,7 @@ def test_weights_are_exact():
         ("-1 a 2 b", "the weight -1 is below 0"),
         ("nan a 1 b", "the weight nan is not a finite number"),
         ("inf a 1 b", "the weight inf is not"),
+        ("1e9999999 a 1 b", "the weight 1e9999999 is not"),
         ("0 a 0.0 b", "the weights sum to 0"),
     ],
 )

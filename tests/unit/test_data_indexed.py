@@ -74,6 +74,17 @@ def test_nothing_has_its_name_before_all_is_written(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("documents", [1, 100_000])
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path, documents: int):
+    """/dev/full takes what is written, and fails when it is to reach the disk: at the end, or before."""
+    (tmp_path / "data.bin.tmp").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device: '.*data.bin.tmp'"):
+        with IndexedWriter(tmp_path / "data", np.int32) as writer:
+            for _ in range(documents):
+                writer.add_bytes(bytes(4), [1])
+    assert not any(path.is_symlink() or path.exists() for path in tmp_path.iterdir())
+
+
 def test_ids_that_do_not_fit_are_refused(tmp_path: Path):
     for ids in ([70000], [-1]):
         with pytest.raises(ValueError, match="do not fit into uint16"):
@@ -139,6 +150,10 @@ def test_files_that_are_missing_or_of_another_size(tmp_path: Path):
         IndexedDataset(prefix)
     with pytest.raises(ValueError, match="data.idx.idx does not exist, give the prefix of both files without .idx"):
         IndexedDataset(prefix + ".idx")
+    with pytest.raises(ValueError, match="data.bin.idx does not exist, give the prefix of both files without .bin"):
+        IndexedDataset(prefix + ".bin")
+    with pytest.raises(ValueError, match="the prefix of a .bin and .idx is empty"):
+        IndexedDataset("")
     Path(prefix + ".bin").unlink()
     with pytest.raises(ValueError, match="data.bin does not exist"):
         IndexedDataset(prefix)

@@ -188,6 +188,34 @@ def test_index_files_that_are_missing_damaged_or_cannot_be_written(tmp_path: Pat
         train(prefix, data_cache_path=str(tmp_path / "file" / "folder"))
 
 
+@pytest.mark.parametrize("array, value", [("documents", -1), ("documents", 10**6), ("samples", -1), ("samples", 10**6)])
+def test_an_index_file_with_impossible_entries_is_named(tmp_path: Path, array: str, value: int):
+    prefix = write(tmp_path / "data", lengths_of(100))
+    train(prefix)
+    [path] = (tmp_path / "index_cache").glob(f"*{array}.npy")
+    found = np.load(path)
+    found[...] = np.array(value).astype(found.dtype)
+    np.save(path, found)
+    with pytest.raises(ValueError, match=f"the index is damaged, remove .*{array}.npy"):
+        train(prefix).pack(0)
+    np.save(path, found.astype(float))
+    with pytest.raises(ValueError, match="damaged, remove it: it holds float64"):
+        train(prefix)
+
+
+def test_runs_that_build_the_same_index_at_once_do_not_mix(tmp_path: Path, monkeypatch):
+    prefix, replace_file = write(tmp_path / "data", lengths_of(100)), os.replace
+
+    def meanwhile(source, target):
+        monkeypatch.setattr(os, "replace", replace_file)
+        train(prefix)  # the other run
+        replace_file(source, target)
+
+    monkeypatch.setattr(os, "replace", meanwhile)
+    assert inputs(train(prefix), 0) == inputs(train(prefix), 0)
+    assert len(list((tmp_path / "index_cache").iterdir())) == 2
+
+
 def test_opening_and_reading_take_no_memory_that_grows_with_the_data(tmp_path: Path):
     """10^9 tokens in 10^6 documents, their .bin a hole in the file."""
     count, length = 1_000_000, 1000
@@ -207,7 +235,7 @@ def test_opening_and_reading_take_no_memory_that_grows_with_the_data(tmp_path: P
     assert peak < 2_000_000
 
 
-@pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "-1,2", "0,0,0", "nan", "inf,1", "1,,2"])
+@pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "-1,2", "0,0,0", "nan", "inf,1", "1e308,1e308", "1,,2"])
 def test_a_split_that_does_not_parse(split: str):
     with pytest.raises(ValueError, match=f"--split {split} "):
         parse_split(split)
