@@ -2,6 +2,9 @@
 
 Dense parameters are sharded over dp x cp, routed experts over the expert-data group. The shards are fp32 and
 are the masters. Gradients are summed, never averaged, because each loss is already divided by its global count.
+
+A group of one rank has nothing to gather or reduce, and FSDP2 would copy every weight and every gradient several times
+to do so: there the masters are plain parameters, and the forward computes with `WholeWeights`.
 """
 
 from __future__ import annotations
@@ -28,27 +31,91 @@ def shard_chunk(chunk: nn.Module, groups: ParallelGroups, parallel: ParallelConf
         bf16: compute in bf16; parameters, gradients and reductions stay fp32 either way.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dense_mesh = DeviceMesh.from_group(groups.dp_cp, device)
-    expert_mesh = DeviceMesh.from_group(groups.edp, device)
-    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32)
+    dtype = torch.bfloat16 if bf16 else None
+    # no cast of inputs: hidden states have the type already, and the plan's rope tables must keep theirs
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    whole_experts, whole_chunk = holds_whole(groups.dp_cp.size(), groups.edp.size())
+    taken: set[nn.Parameter] = set()
+
+    def shard(module: nn.Module, group: dist.ProcessGroup, whole: bool, reshard: bool) -> None:
+        if not whole:
+            mesh, others = DeviceMesh.from_group(group, device), taken & set(module.parameters())
+            fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard, ignored_params=others)
+        elif bf16:
+            WholeWeights(module, taken, torch.bfloat16, keep=not reshard)
+        if whole:
+            taken.update(module.parameters())
+
     for layer in chunk.layers.values():
         if hasattr(layer.mlp, "experts"):
-            fully_shard(
-                layer.mlp.experts,
-                mesh=expert_mesh,
-                mp_policy=precision,
-                reshard_after_forward=parallel.reshard_experts_after_forward,
-            )
-        fully_shard(layer, mesh=dense_mesh, mp_policy=precision, reshard_after_forward=parallel.reshard_after_forward)
-    fully_shard(chunk, mesh=dense_mesh, mp_policy=precision, reshard_after_forward=parallel.reshard_after_forward)
+            shard(layer.mlp.experts, groups.edp, whole_experts, parallel.reshard_experts_after_forward)
+        shard(layer, groups.dp_cp, whole_chunk, parallel.reshard_after_forward)
+    shard(chunk, groups.dp_cp, whole_chunk, parallel.reshard_after_forward)
     for module in chunk.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
 
 
+def holds_whole(dp_cp: int, edp: int) -> tuple[bool, bool]:
+    """Whether the experts, and whether all parameters, are plain ones, in groups of these sizes.
+
+    FSDP2 needs the chunk where a part of it is sharded.
+    """
+    return edp == 1, dp_cp == edp == 1
+
+
+class WholeWeights:
+    """Lets a module compute with copies of its fp32 parameters in another dtype, whose gradients reach the parameters.
+
+    Args:
+        taken: parameters within the module that are looked after elsewhere.
+        keep: hold the copies until the parameters change, or make them in each forward (and recomputation).
+    """
+
+    def __init__(self, module: nn.Module, taken: set[nn.Parameter], dtype: torch.dtype, keep: bool) -> None:
+        self.places = [(m, n) for m in module.modules() for n, p in m.named_parameters(recurse=False) if p not in taken]
+        self.dtype, self.keep = dtype, keep
+        self.copies: list[tuple[int, Tensor] | None] = [None] * len(self.places)  # with the version that was copied
+        self.masters: list[nn.Parameter] = []
+        module.register_forward_pre_hook(lambda *_: self._enter())
+        module.register_forward_hook(lambda *_: self._leave(), always_call=True)
+
+    def _enter(self) -> None:
+        self.masters = [module._parameters[name] for module, name in self.places]
+        for i, (module, name) in enumerate(self.places):
+            module._parameters[name] = self._copy(i) if self.keep else self.masters[i].to(self.dtype)
+
+    def _leave(self) -> None:
+        for (module, name), master in zip(self.places, self.masters, strict=True):
+            module._parameters[name] = master
+
+    def _copy(self, i: int) -> Tensor:
+        master, known = self.masters[i], self.copies[i]
+        if known is None:
+            self.copies[i] = master._version, master.detach().to(self.dtype)
+        elif known[0] != master._version:
+            self.copies[i] = master._version, known[1].copy_(master.detach())
+        return _StandIn.apply(master, self.copies[i][1])
+
+
+class _StandIn(torch.autograd.Function):
+    """A copy in the place of its master, which gets the gradient in its own dtype."""
+
+    @staticmethod
+    def forward(ctx, master: Tensor, copy: Tensor) -> Tensor:
+        ctx.dtype = master.dtype
+        return copy.view_as(copy)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad.to(ctx.dtype), None
+
+
 def set_gradient_sync(chunk: nn.Module, sync: bool) -> None:
     """Reduce gradients over the data ranks in the next backward of this chunk, or keep accumulating."""
+    if not isinstance(chunk, FSDPModule):
+        return
     chunk.set_requires_gradient_sync(sync)
     chunk.set_is_last_backward(sync)
     for module in chunk.modules():

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
 from megatron_glm.config import OptimizerConfig
@@ -34,6 +35,9 @@ def build_optimizer(chunks: Iterable[nn.Module], config: OptimizerConfig) -> tor
         eps=config.adam_eps,
         fused=True,
     )
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # the fused kernel changes parameters unknown to autograd; who holds copies of them asks for their version
+    optimizer.register_step_post_hook(lambda *_: increment_version(parameters))
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter] = {

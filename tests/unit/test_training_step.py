@@ -17,6 +17,7 @@ from megatron_glm.config import (
 )
 from megatron_glm.data.packing import build_batch
 from megatron_glm.model.plan import AttentionPlan, has_sparse_rows
+from megatron_glm.parallel import fsdp
 from megatron_glm.parallel.fsdp import local
 from megatron_glm.training.evaluate import evaluate
 from megatron_glm.training.initialize import build_chunks, initialize
@@ -225,6 +226,35 @@ def test_bf16_computes_in_bf16_and_keeps_fp32_masters(groups):
     assert result.loss != exact.loss and result.loss == pytest.approx(exact.loss, rel=1e-2)
     assert all(gradient.dtype == torch.float32 for gradient in grads.values())
     assert {local(p).dtype for p in build_chunks(config, groups)[0].parameters()} == {torch.float32}
+
+
+def trained_in_bf16(groups, reshard: bool, recompute: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of three steps of four micro-batches, an evaluation between them, and the parameters after them."""
+    parallel = ParallelConfig(
+        reshard_after_forward=reshard, reshard_experts_after_forward=reshard, recompute_granularity=recompute
+    )
+    config = run_config(train=TrainConfig(train_iters=3, global_batch_size=4, bf16=True), parallel=parallel)
+    chunks = build_chunks(config, groups)
+    optimizer = build_optimizer(chunks, config.optimizer)
+    losses = []
+    for _ in range(3):
+        losses.append(train_step(chunks, list(batches(1)), optimizer, groups, config, 1e-2).loss)
+        losses.append(evaluate(chunks, [list(batches(1))], groups, config)[0])
+    assert {type(p) for p in chunks[0]._parameters.values()} <= {torch.nn.Parameter}
+    return losses, {name: local(parameter).detach() for name, parameter in chunks[0].named_parameters()}
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_weights_of_one_rank_train_as_under_fsdp(groups, recompute, monkeypatch):
+    """Copies that are made each time, and copies that are held until the optimizer changes their masters."""
+    found = [trained_in_bf16(groups, reshard, recompute) for reshard in (True, False)]
+    monkeypatch.setattr(fsdp, "holds_whole", lambda dp_cp, edp: (False, False))
+    found.append(trained_in_bf16(groups, True, recompute))
+    (losses, parameters), *others = found
+    assert len(set(losses)) == 6, "each step and each evaluation sees new weights"
+    for other_losses, other_parameters in others:
+        assert other_losses == losses and other_parameters.keys() == parameters.keys()
+        assert all(torch.equal(other_parameters[name], tensor) for name, tensor in parameters.items())
 
 
 @pytest.mark.parametrize("dense_rows", ["auto", "off"])
