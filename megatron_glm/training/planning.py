@@ -17,10 +17,12 @@ from torch import nn
 
 from megatron_glm.config import KernelConfig, ModelConfig, ParallelConfig, RunConfig
 from megatron_glm.model.glm import GLMChunk
+from megatron_glm.parallel.fsdp import holds_whole
 from megatron_glm.parallel.grid import GROUP_AXES, Grid, check_layout
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.pipeline.layout import PipelineLayout, Stage, build_layout, stage_costs
 from megatron_glm.parallel.pipeline.schedule import Schedule, Simulation, build_schedule, simulate
+from megatron_glm.training.activations import Shapes, head_bytes, layer_activations, layer_gradients, layer_kept
 
 FP32 = 4
 GIB = 2**30
@@ -109,19 +111,6 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Shapes:
-    """Sizes of one micro-batch on one rank. b: bytes of an element in the forward."""
-
-    pack: int  # T
-    tokens: int  # t = T / CP
-    shard: int  # s = t / TP
-    dense: int  # local rows that run as dense attention
-    slots: int  # K, width of a selection
-    tp: int
-    b: int
-
-
-@dataclass(frozen=True)
 class Plan:
     """The plan of one run on `world_size` ranks; all of it follows from these fields."""
 
@@ -188,6 +177,7 @@ class Plan:
         if parallel.grad_sync == "last" and self.schedule.micro_batches > 1:
             accumulated = FP32 * sum(unit.trained_elements for unit in running)
         largest = max(unit.trained_elements for unit in running)
+        reduced = max((unit.trained_elements for unit in running if not self._whole(unit.expert)), default=0)
         sent = 0
         if self.grid.ep > 1 and any(unit.expert for unit in running):
             sent = round(2 * s.shard * distinct_owners(model, self.grid.ep) * model.hidden_size * s.b)
@@ -202,26 +192,35 @@ class Plan:
             "activations": self._kept(pp_rank),
             "working set of a layer": self._working_set(pp_rank) + largest * s.b,
             "logits chunk and head": head_bytes(self.config, s) if head else 0,
-            "communication buffers": largest * FP32 + sent + crossing,
+            "communication buffers": reduced * FP32 + sent + crossing,
             "reserve (CUDA, NCCL, fragments)": RESERVE,
         }
 
     def peak(self) -> int:
         return max(sum(self.memory(rank).values()) for rank in range(self.grid.pp))
 
+    def _whole(self, expert: bool) -> bool:
+        """Whether units of this kind are plain parameters, of which the forward makes copies in its own type."""
+        return holds_whole(self.grid.dp * self.grid.cp, self.grid.edp)[0 if expert else 1]
+
     def _gathered(self, pp_rank: int) -> int:
-        """Forward weights: a chunk's root unit, and the layer at work with the next one; all that are kept gathered."""
+        """Forward weights: a chunk's root unit, and the layer at work with the next one; all that are kept gathered.
+
+        Copies of whole weights are of one layer at a time where they are recomputed; autograd keeps them otherwise.
+        """
         parallel, b, kept, largest = self.config.parallel, self.shapes.b, 0, 0
+        keep = {True: not parallel.reshard_experts_after_forward, False: not parallel.reshard_after_forward}
         for stage in self.layout.of_rank(pp_rank):
             root, *units = (unit for unit in self.units(stage) if unit.runs)
-            sizes = {True: [u.elements for u in units if u.expert], False: [u.elements for u in units if not u.expert]}
-            passing = root.elements
-            keep = {True: not parallel.reshard_experts_after_forward, False: not parallel.reshard_after_forward}
-            for expert, elements in sizes.items():
-                if keep[expert]:
+            passing = 0 if self._whole(False) and b == FP32 else root.elements
+            for expert in (True, False):
+                elements, whole = [unit.elements for unit in units if unit.expert == expert], self._whole(expert)
+                if whole and b == FP32:
+                    continue
+                if keep[expert] or (whole and parallel.recompute_granularity == "none"):
                     kept += sum(elements)
                 else:
-                    passing += 2 * max(elements, default=0)
+                    passing += (1 if whole else 2) * max(elements, default=0)
             largest = max(largest, passing)
         return b * (kept + largest)
 
@@ -323,74 +322,3 @@ def distinct_owners(model: ModelConfig, owners: int) -> float:
     """Mean number of the `owners` equal parts of the experts that a token's choice touches, if routing is uniform."""
     experts, chosen = model.n_routed_experts, model.num_experts_per_tok
     return owners * (1 - math.comb(experts - experts // owners, chosen) / math.comb(experts, chosen))
-
-
-def layer_activations(model: ModelConfig, layer: int, s: Shapes) -> dict[str, int]:
-    """Bytes that autograd keeps of one layer without recomputation, by part.
-
-    A norm of width n keeps its input, the normalised and the scaled rows: 3 n b. Attention keeps the latents
-    of query and key, the keys of the whole pack T (C + R) b, and for each head the query; sparse rows also the absorbed
-    query (C + R) b, the latent output C b and lse; dense rows query, key, value and output. MoE: the router's fp32 rows
-    and scores, and for each of the K s rows of the experts input, gate and up, product and output. Routing is taken to
-    be balanced.
-    """
-    d, b, heads = model.hidden_size, s.b, model.num_attention_heads // s.tp
-    latent, rope, value, qk = model.kv_lora_rank, model.qk_rope_head_dim, model.v_head_dim, model.qk_head_dim
-    sparse = s.tokens - s.dense
-    gathered = s.tokens * b if s.tp > 1 else 0
-    attention = 3 * s.shard * (model.q_lora_rank + latent) * b + gathered * model.q_lora_rank
-    attention += s.pack * (latent + rope) * b + s.tokens * heads * (qk + value) * b
-    attention += sparse * heads * (model.qk_nope_head_dim + latent + rope) * b + sparse * s.slots * 4
-    attention += s.dense * heads * (2 * qk + value) * b
-    if model.has_indexer(layer):
-        attention += (s.shard + s.tokens) * s.slots * 4
-    parts = {"norms": 6 * s.shard * d * b, "attention": attention, "attention output": _outputs(model, s)}
-    if not model.is_moe(layer):
-        return parts | {"mlp": 4 * s.tokens * model.intermediate_size // s.tp * b + gathered * d}
-    width = model.moe_intermediate_size
-    router = s.shard * (4 * d + 12 * model.n_routed_experts)
-    experts = s.shard * model.num_experts_per_tok * (2 * d + 3 * width) * b
-    return parts | {"mlp": router + experts + 4 * s.tokens * model.n_shared_experts * width // s.tp * b + gathered * d}
-
-
-def _outputs(model: ModelConfig, s: Shapes) -> int:
-    """Outputs and lse of the attention kernels: the latent output in sparse rows, the value's width in dense ones."""
-    sparse, dense = s.tokens - s.dense, s.dense
-    rows = sparse * (model.kv_lora_rank * s.b + 4) + dense * (model.v_head_dim * s.b + 4)
-    return model.num_attention_heads // s.tp * rows
-
-
-def layer_kept(model: ModelConfig, layer: int, s: Shapes, granularity: str) -> int:
-    """Bytes of a layer between its forward and its backward.
-
-    full: its input s D b, the selection of a full layer twice (as the op returned it and as the layers pass it on) and
-    the expert ids; selective: the outputs of the attention kernels too; none: everything.
-    """
-    parts = layer_activations(model, layer, s)
-    if granularity == "none":
-        return sum(parts.values())
-    kept = s.shard * model.hidden_size * s.b
-    if model.has_indexer(layer):
-        kept += (s.shard + s.tokens) * s.slots * 4
-    if model.is_moe(layer):
-        kept += s.shard * model.num_experts_per_tok * 8
-    return kept + (parts["attention output"] if granularity == "selective" else 0)
-
-
-def layer_gradients(model: ModelConfig, s: Shapes) -> int:
-    """Most bytes of gradients inside a layer's backward.
-
-    Either the absorbed queries' and their outputs' with the fp32 keys', or those of the experts' rows.
-    """
-    width = model.kv_lora_rank + model.qk_rope_head_dim
-    attention = 2 * s.tokens * (model.num_attention_heads // s.tp) * width * s.b + s.pack * width * 4
-    rows = s.shard * model.num_experts_per_tok
-    return max(attention, rows * (model.hidden_size + 3 * model.moe_intermediate_size) * s.b)
-
-
-def head_bytes(config: RunConfig, s: Shapes) -> int:
-    """Logits of one chunk and the head's gradient, each in fp32 and in the forward's type, and the gathered hidden
-    states with their gradient."""
-    model, rows = config.model, min(config.kernels.loss_chunk_size, s.tokens)
-    vocab = -(-model.vocab_size // s.tp)
-    return rows * vocab * (4 + s.b) + vocab * model.hidden_size * (4 + s.b % 4) + 2 * s.tokens * model.hidden_size * s.b

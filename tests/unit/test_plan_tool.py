@@ -13,7 +13,8 @@ import torch
 from megatron_glm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_glm.model.plan import AttentionPlan
 from megatron_glm.training.plan_report import print_plan
-from megatron_glm.training.planning import GIB, Plan, distinct_owners, layer_activations, layer_kept
+from megatron_glm.training.activations import layer_activations, layer_kept
+from megatron_glm.training.planning import GIB, Plan, distinct_owners
 from tests import distributed
 from tests.parity.layouts import Recorder, pack, parity_model, run_config
 from tests.reference import single_chunk
@@ -193,6 +194,7 @@ def test_a_plan_that_does_not_fit_says_what_to_change(capsys):
         (["--nnodes", "32", "--expert-model-parallel-size", "48"], ("64", "48")),
         (["--nnodes", "32", "--seq-length", "32767"], ("32767", "16")),
         (["--nnodes", "0"], ("--nnodes is 0",)),
+        (["--nnodes", "32", "--gpu-memory-gb", "nan"], ("--gpu-memory-gb is nan",)),
         (["--nnodes", "32", "--gpu-memory", "80"], ("--gpu-memory-gb?",)),
     ],
 )
