@@ -9,6 +9,7 @@ import argparse
 import importlib.util
 import json
 import math
+import operator
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,13 +34,13 @@ def read(path: Path) -> list[dict[str, Any]]:
     Raises: ValueError naming file and line, OSError.
     """
     records = {}
-    lines = path.read_text().splitlines(keepends=True)
+    lines = path.read_bytes().splitlines(keepends=True)
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-            records[int(record["iteration"])] = record
+            records[operator.index(record["iteration"])] = record
         except (ValueError, KeyError, TypeError) as error:
-            if number == len(lines) and not line.endswith("\n"):
+            if number == len(lines) and not line.endswith(b"\n"):
                 break  # the run is writing it
             raise ValueError(f"{path} line {number} is no record of an iteration") from error
     if not records:
@@ -48,8 +49,9 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def points(records: Sequence[dict[str, Any]], key: str, scale: float = 1.0) -> Points:
-    """Where `key` has a number."""
-    return [(r["iteration"], r[key] * scale) for r in records if isinstance(r.get(key), int | float)]
+    """Where `key` has a finite number: a run that diverges may log others."""
+    numbers = ((r["iteration"], r[key]) for r in records if isinstance(r.get(key), int | float))
+    return [(iteration, number * scale) for iteration, number in numbers if math.isfinite(number)]
 
 
 def thinned(line: Points, columns: int = COLUMNS) -> Points:
@@ -93,7 +95,9 @@ def draw(runs: dict[str, list[dict[str, Any]]], target: Path) -> None:
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
             axis.margins(x=0.01)
             if key in FROM_ZERO:
-                axis.set_ylim(0, 1.1 * axis.dataLim.ymax)
+                axis.set_ylim(
+                    0, 1.1 * axis.dataLim.ymax if math.isfinite(axis.dataLim.ymax) else None
+                )  # inf: no run has it
                 axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
         for axis in axes[1]:
             axis.set_xlabel("iteration")

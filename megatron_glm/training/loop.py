@@ -71,7 +71,7 @@ def train(
                     sys.exit(REQUEUE)
                 return
             ids = sample_ids(config, data, progress)
-            record = ids | next_step(config, chunks, batches, optimizer, groups, progress, counts, iteration_log)
+            record = next_step(config, chunks, batches, optimizer, groups, progress, counts, iteration_log) | ids
             seconds = time.perf_counter() - start
             iteration = progress.iteration
             leave = iteration == train_iters or divides(config.train.exit_interval, iteration)

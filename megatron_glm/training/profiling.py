@@ -16,13 +16,16 @@ class Profiler:
     """Records the iterations after --profile-step-start up to --profile-step-end of this rank, if it is asked for.
 
     The trace is written when the last of them is done, or when the run ends before. It opens in Perfetto and in
-    chrome://tracing.
+    chrome://tracing. Raises OSError, before the first iteration, if --profile-dir cannot be made.
     """
 
     def __init__(self, logging: LoggingConfig) -> None:
         self.logging = logging
         self.wanted = logging.profile and dist.get_rank() in logging.profile_ranks
         self.recording: profile | None = None
+        self.folder = Path(logging.profile_dir)
+        if self.wanted:
+            self.folder.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self) -> Profiler:
         return self
@@ -46,7 +49,5 @@ class Profiler:
         recording, self.recording = self.recording, None
         if recording is not None:
             recording.stop()
-            folder = Path(self.logging.profile_dir)
-            folder.mkdir(parents=True, exist_ok=True)
             name = f"rank{dist.get_rank():05d}_from_iteration{self.first}.json.gz"
-            recording.export_chrome_trace(str(folder / name))
+            recording.export_chrome_trace(str(self.folder / name))

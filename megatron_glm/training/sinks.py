@@ -55,28 +55,30 @@ def open_sinks(config: RunConfig, progress: Progress, groups: ParallelGroups) ->
 class JsonLines:
     """One JSON object a line. What a killed run wrote after its last checkpoint is cut off: it is done again."""
 
+    START = b'{"iteration": '
+
     def __init__(self, path: Path, iteration: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.file = path.open("ab+")
         self.file.truncate(self._end_of(iteration))
 
     def _end_of(self, iteration: int) -> int:
-        """Bytes up to the first record after `iteration`, or up to a last line that a kill left unfinished.
+        """Bytes up to the first record after `iteration`, or up to a record that a kill left unfinished.
 
         Raises: ValueError if the file holds something else, which must not be lost.
         """
         self.file.seek(0)
         end = 0
         for number, line in enumerate(self.file, 1):
-            if not line.endswith(b"\n"):
+            if not line.endswith(b"\n") and line[: len(self.START)] == self.START[: len(line)]:
                 break
             try:
-                found = json.loads(line)["iteration"]
+                later = json.loads(line)["iteration"] > iteration
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
                     f"--log-file {self.file.name} exists, but its line {number} is no record of an iteration"
                 ) from error
-            if found > iteration:
+            if later:
                 break
             end += len(line)
         return end

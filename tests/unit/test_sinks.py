@@ -43,6 +43,9 @@ def test_what_came_after_the_checkpoint_is_cut_from_the_log(tmp_path):
     with path.open("a") as file:
         file.write('{"iteration": 5, "lm_l')  # a kill in the middle of a line
     written(path, 4, 5)
+    with path.open("a") as file:
+        file.write('{"ite')
+    written(path, 5)
     assert iterations(path) == [1, 2, 3, 4, 5]
     written(path, 2, 3)
     assert iterations(path) == [1, 2, 3]
@@ -57,6 +60,15 @@ def test_a_file_of_another_kind_is_not_overwritten(tmp_path, line):
     with pytest.raises(ValueError, match="rows.jsonl exists, but its line 2 is no record of an iteration"):
         JsonLines(path, 5)
     assert path.read_text().endswith(f"{line}\n")
+
+
+@pytest.mark.parametrize("content", [b"text", b'{"vocab_size": 3}', b'{"iteration": "x"}\n', b"\xff\n"])
+def test_a_file_of_another_kind_is_kept_whole(tmp_path, content):
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="config.json exists, but its line 1 is no record of an iteration"):
+        JsonLines(path, 5)
+    assert path.read_bytes() == content
 
 
 def test_only_numbers_reach_curves():
@@ -156,6 +168,13 @@ def test_a_profile_is_a_chrome_trace_of_the_chosen_iterations(run):
         assert "aten::mm" in names
 
 
+def test_a_profile_that_cannot_be_written_ends_the_run_before_it_begins(run):
+    Path("file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        run(train_iters=3, profile=True, profile_step_start=2, profile_step_end=3, profile_dir="file", log_file="l")
+    assert Path("l").read_text() == ""
+
+
 def plot(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, ROOT / "tools/plot_log.py", *words], capture_output=True, text=True)
 
@@ -172,6 +191,11 @@ def test_plot_draws_runs_of_different_lengths(tmp_path, monkeypatch):
     done = plot("a/log.jsonl", "b/log.jsonl", "--save", "pictures/runs.png")
     assert (done.returncode, done.stdout) == (0, "pictures/runs.png: 2 runs\n"), done.stderr
     assert Path("pictures/runs.png").read_bytes().startswith(b"\x89PNG")
+    Path("odd.jsonl").write_text('{"iteration": 1, "lm_loss": NaN}\n{"iteration": 2, "peak_memory_bytes": Infinity}\n')
+    done = plot("odd.jsonl")
+    assert (done.returncode, done.stdout) == (0, "log.png: 1 run\n"), done.stderr
+    Path("bad.jsonl").write_bytes(b'{"iteration": 1}\n{"iteration": "2"}\n\xff\n')
+    assert plot("bad.jsonl").stderr == "error: bad.jsonl line 2 is no record of an iteration\n"
     Path("bad.jsonl").write_text("{}\n")
     done = plot("bad.jsonl")
     assert (done.returncode, done.stderr) == (2, "error: bad.jsonl line 1 is no record of an iteration\n")
