@@ -7,6 +7,7 @@ The output is that of Megatron's tool of the same name. A row of JSONL or Parque
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import multiprocessing
 import os
@@ -19,7 +20,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -204,25 +205,40 @@ def merge(parts: list[Part], number: int, target: str, dtype: np.dtype) -> str:
     return f"wrote {target}.bin and .idx: {len(IndexedDataset(target))} documents, {writer.tokens} tokens of {dtype}"
 
 
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Raises ValueError if another process is in the folder, whose files would mix with ours."""
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"another run is writing {folder}: let it end, or give another --output-prefix") from error
+        except OSError as error:  # some network file systems have no locks
+            print(f"warning: {folder} cannot be locked ({error}): start no other run with it", file=sys.stderr)
+        yield
+
+
 def run(arguments: argparse.Namespace) -> None:
     settings = Settings(arguments.tokenizer_model, tuple(arguments.json_keys), arguments.append_eod)
     targets = [f"{arguments.output_prefix}_{key}_document" for key in settings.json_keys]
     for target in targets:
-        if idx_path(target).exists():
-            raise ValueError(f"{idx_path(target)} exists: remove it, or give another --output-prefix")
+        for path in (bin_path(target), idx_path(target)):
+            if path.exists():
+                raise ValueError(f"{path} exists: remove it, or give another --output-prefix")
     encoder = Encoder(settings)
     parts = plan(arguments, encoder)
     folder = Path(f"{arguments.output_prefix}.parts")
     folder.mkdir(parents=True, exist_ok=True)
-    progress = Progress(parts)
-    with progress.bar:
-        left = [part for part in parts if not part.done]
-        if len(left) < len(parts):
-            progress.bar.write(f"{len(parts) - len(left)} of {len(parts)} files are done already", file=sys.stderr)
-        tokenise(left, settings, encoder.dtype, arguments.workers, progress)
-    for number, target in enumerate(targets):
-        print(merge(parts, number, target, encoder.dtype))
-    shutil.rmtree(folder)
+    with alone_in(folder):
+        progress = Progress(parts)
+        with progress.bar:
+            left = [part for part in parts if not part.done]
+            if len(left) < len(parts):
+                progress.bar.write(f"{len(parts) - len(left)} of {len(parts)} files are done already", file=sys.stderr)
+            tokenise(left, settings, encoder.dtype, arguments.workers, progress)
+        for number, target in enumerate(targets):
+            print(merge(parts, number, target, encoder.dtype))
+        shutil.rmtree(folder)
 
 
 def positive(text: str) -> int:
@@ -247,6 +263,8 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if len(set(arguments.json_keys)) < len(arguments.json_keys):
         parser.error(f"--json-keys {' '.join(arguments.json_keys)}: every key once")
+    if not os.path.basename(arguments.output_prefix) or any("/" in key for key in arguments.json_keys):
+        parser.error("the files are named PREFIX_KEY_document: --output-prefix must not end in /, nor a key hold one")
     return arguments
 
 
@@ -259,7 +277,7 @@ def main() -> int:
         return 1
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 1 if isinstance(error, OSError) else 2
     except KeyboardInterrupt:
         print("error: interrupted; start it again to continue", file=sys.stderr)
         return 1

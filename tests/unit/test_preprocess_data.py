@@ -103,11 +103,11 @@ def test_workers_do_not_change_the_order(tmp_path: Path, tokenizer: Path):
 def test_an_error_names_file_and_line_and_files_done_before_are_kept(tmp_path: Path, tokenizer: Path):
     good = write_jsonl(tmp_path / "good.jsonl", [{"text": "w1"}])
     bad = write_jsonl(tmp_path / "bad.jsonl", [{"text": "w2"}, '{"text": '])
-    result = run(tmp_path, tokenizer, good, bad, fails=1)
+    result = run(tmp_path, tokenizer, good, bad, fails=2)
     assert f"error: {bad}:2: Expecting value" in result.stderr and "Traceback" not in result.stderr
     assert outputs(tmp_path) == ["data.parts"]
-    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "data.parts").iterdir()}
-    assert sorted(path.suffix for path in kept) == [".bin", ".idx"]
+    kept = [path.suffix for path in (tmp_path / "out" / "data.parts").iterdir()]
+    assert sorted(kept) == ["", ".bin", ".idx"]  # of the first file, and the lock
 
     write_jsonl(bad, [{"text": "w2"}, {"text": "w3"}])
     assert "1 of 2 files are done already" in run(tmp_path, tokenizer, good, bad).stderr
@@ -135,7 +135,7 @@ def test_a_bad_row_is_named(tokenizer: Path, row: bytes | dict, message: str):
 def test_files_done_with_other_settings_are_not_taken_up(tmp_path: Path, tokenizer: Path):
     good = write_jsonl(tmp_path / "good.jsonl", [{"text": "w1"}])
     bad = write_jsonl(tmp_path / "bad.jsonl", ["{"])
-    run(tmp_path, tokenizer, good, bad, fails=1)
+    run(tmp_path, tokenizer, good, bad, fails=2)
     write_jsonl(bad, [{"text": "w2"}])
     assert "done already" not in run(tmp_path, tokenizer, good, bad, flags=["--append-eod"]).stderr
     assert documents(tmp_path) == [[1, 299], [2, 299]]
@@ -174,18 +174,26 @@ def test_what_is_refused(tmp_path: Path, tokenizer: Path, monkeypatch, capsys):
 
     assert "--workers: '0' must be a whole number" in refused(2, tokenizer, rows, flags=["--workers", "0"])
     assert "--json-keys a a: every key once" in refused(2, tokenizer, rows, flags=["--json-keys", "a", "a"])
-    assert "error: --tokenizer-model: " in refused(1, tmp_path / "no.json", rows)
-    assert "none.jsonl holds or matches no file" in refused(1, tokenizer, tmp_path / "none.jsonl")
+    assert "--output-prefix must not end in /" in refused(2, tokenizer, rows, flags=["--output-prefix", ""])
+    assert "nor a key hold one" in refused(2, tokenizer, rows, flags=["--json-keys", "a/b"])
+    assert "error: --tokenizer-model: " in refused(2, tmp_path / "no.json", rows)
+    assert "none.jsonl holds or matches no file" in refused(2, tokenizer, tmp_path / "none.jsonl")
     (tmp_path / "b.txt").write_bytes(b"\xff")
-    assert "b.txt: 'utf-8' codec can't decode" in refused(1, tokenizer, tmp_path / "b.txt")
+    assert "b.txt: 'utf-8' codec can't decode" in refused(2, tokenizer, tmp_path / "b.txt")
     no_end = make_tokenizer(tmp_path / "no_end", end=False)
-    assert f"has no token '{END_OF_TEXT}'" in refused(1, no_end, rows, flags=["--append-eod"])
-    (tmp_path / "out" / "data_text_document.idx").write_text("kept")
-    assert "data_text_document.idx exists: remove it" in refused(1, tokenizer, rows)
-    assert (tmp_path / "out" / "data_text_document.idx").read_text() == "kept"
+    assert f"has no token '{END_OF_TEXT}'" in refused(2, no_end, rows, flags=["--append-eod"])
+    assert "Not a directory: " in refused(1, tokenizer, rows, flags=["--output-prefix", str(rows / "x")])
+    with preprocess_data.alone_in(tmp_path / "out" / "data.parts"):
+        assert "another run is writing" in refused(2, tokenizer, rows)
+    for end in ("idx", "bin"):
+        kept = tmp_path / "out" / f"data_text_document.{end}"
+        kept.write_text("kept")
+        assert f"data_text_document.{end} exists: remove it" in refused(2, tokenizer, rows)
+        assert kept.read_text() == "kept"
+        kept.unlink()
 
 
 def test_no_document_at_all(tmp_path: Path, tokenizer: Path):
     rows = write_jsonl(tmp_path / "a.jsonl", [{"text": ""}])
-    assert "none of the 1 input files has a document" in run(tmp_path, tokenizer, rows, fails=1).stderr
+    assert "none of the 1 input files has a document" in run(tmp_path, tokenizer, rows, fails=2).stderr
     assert outputs(tmp_path) == ["data.parts"]
