@@ -13,7 +13,7 @@ from megatron_glm.data.loader import MicroBatches
 from megatron_glm.data.pretraining import build_datasets
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.training.batch_size import samples_after
-from megatron_glm.training.checkpointing import FINGERPRINT_PACKS, load_checkpoint
+from megatron_glm.training.checkpointing import FINGERPRINT_PACKS, load_checkpoint, start_of_run
 from megatron_glm.training.evaluate import evaluate
 from megatron_glm.training.initialize import build_chunks, initialize, on_one_rank, one_line_errors, ranks_from_slurm
 from megatron_glm.training.logging import log
@@ -24,10 +24,16 @@ from megatron_glm.training.plan_report import print_plan
 
 def datasets(config: RunConfig, groups: ParallelGroups) -> dict[str, MicroBatches]:
     """Training, validation and test samples; the latter two where there are any."""
-    samples = 0 if config.train.eval_only else samples_after(config.train, config.train.train_iters)
-    wanted = (samples and max(samples, FINGERPRINT_PACKS), None, None)  # None: one epoch, which evaluations begin
+    samples = 0
+    if not config.train.eval_only:
+        start = start_of_run(config)  # its steps may have had another size
+        left = max(0, config.train.train_iters - start.iteration)
+        samples = max(FINGERPRINT_PACKS, samples_after(config.train, left, start.consumed_samples))
+    wanted = (samples, None, None)  # None: one epoch, which evaluations begin
     built = build_datasets(config.data, config.model.vocab_size, config.train.seed, *wanted, on_one_rank(groups))
     found = {name: data for name, data in zip(("train", "valid", "test"), built, strict=True) if data is not None}
+    if not found:
+        raise ValueError("--eval-only needs a validation or test part: --valid-data-path, --test-data-path or --split")
     for name, data in found.items():
         log(f"{name}: {data.summary()}")
     return {name: MicroBatches(data) for name, data in found.items()}

@@ -17,9 +17,9 @@ def batch_size(train: TrainConfig, consumed_samples: int) -> int:
     return start + min(increments, consumed_samples * increments // samples) * increment
 
 
-def samples_after(train: TrainConfig, iterations: int) -> int:
-    """Packs that the first `iterations` steps consume."""
-    done, consumed = _ramp(train, iterations=iterations)
+def samples_after(train: TrainConfig, iterations: int, consumed: int = 0) -> int:
+    """Packs that are consumed when `iterations` more steps are done after `consumed` packs."""
+    done, consumed = _ramp(train, iterations=iterations, consumed=consumed)
     return consumed + (iterations - done) * train.global_batch_size
 
 
@@ -29,9 +29,11 @@ def iterations_for(train: TrainConfig, samples: int) -> int:
     return done + max(0, -(-(samples - consumed) // train.global_batch_size))
 
 
-def _ramp(train: TrainConfig, iterations: int | None = None, samples: int | None = None) -> tuple[int, int]:
-    """(steps, packs) of the steps below full size, stopping early at so many steps or packs."""
-    done = consumed = 0
+def _ramp(
+    train: TrainConfig, iterations: int | None = None, samples: int | None = None, consumed: int = 0
+) -> tuple[int, int]:
+    """(steps, packs consumed) at the end of those below full size, stopping early at so many steps or packs."""
+    done = 0
     while (size := batch_size(train, consumed)) < train.global_batch_size:
         if done == iterations or (samples is not None and consumed >= samples):
             break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import uuid
 import zlib
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from megatron_glm.checkpoint import sharded
 from megatron_glm.checkpoint.hf import HFCheckpoint
 from megatron_glm.config import PretrainDataConfig, RunConfig, flag_name
 from megatron_glm.data.loader import MicroBatches
+from megatron_glm.data.pretraining import Blend
 from megatron_glm.model.glm import GLMChunk
 from megatron_glm.parallel.fsdp import rectangle
 from megatron_glm.parallel.groups import ParallelGroups
@@ -213,10 +215,9 @@ def load_checkpoint(
         return Progress()
     folder = Path(config.checkpoint.load)
     iteration = sharded.latest(folder)
-    resume = optimizer is not None and iteration > 0 and not config.checkpoint.finetune
     rectangles, progress = model_rectangles(chunks), Progress()
     what = "weights only"
-    if resume:
+    if optimizer is not None and (resumed := start_of_run(config)).iteration > 0:
         state = run_state(folder, iteration)
         for name, value in data_order(config, data).items():
             if (was := state.get(name)) != value:
@@ -225,7 +226,7 @@ def load_checkpoint(
                     f"{folder} was trained {what} {was}, this run has {value}; "
                     "--finetune starts a new run from its weights"
                 )
-        progress = Progress(iteration, state["consumed_samples"], state["run_id"])
+        progress = resumed
         if not config.checkpoint.no_load_optim:
             what = "weights and optimizer"
             rectangles += optimizer_rectangles(chunks, optimizer)
@@ -234,6 +235,15 @@ def load_checkpoint(
     sharded.load(folder, iteration, rectangles, groups.checkpoint)
     log(f"loaded iteration {iteration} of {folder} ({what})")
     return progress
+
+
+def start_of_run(config: RunConfig) -> Progress:
+    """Where training begins: at the checkpoint of --load, or anew. Raises ValueError if that is damaged."""
+    load = config.checkpoint.load
+    if load is None or config.checkpoint.finetune or not (iteration := sharded.latest(Path(load))):
+        return Progress()
+    state = run_state(Path(load), iteration)
+    return Progress(iteration, state["consumed_samples"], state["run_id"])
 
 
 def run_state(folder: Path, iteration: int) -> dict[str, Any]:
@@ -270,10 +280,17 @@ def data_order(config: RunConfig, data: MicroBatches) -> dict[str, Any]:
 
 
 def fingerprint(data: MicroBatches) -> str:
-    """CRC-32 of the first packs. All documents are shuffled, so that any other number or length of them changes it."""
-    crc = 0
-    for index in range(FINGERPRINT_PACKS):
-        for ids, targets, *_ in data.dataset.pack(index):
+    """CRC-32 of the first packs. All documents are shuffled, so that any other number or length of them changes it.
+
+    The first packs of a blend say little about its weights and about rare parts: those count, too.
+    """
+    dataset, crc = data.dataset, 0
+    packs = (dataset.pack(index) for index in range(FINGERPRINT_PACKS))
+    if isinstance(dataset, Blend):
+        crc = zlib.crc32(repr(dataset.weights).encode())
+        packs = itertools.chain(packs, (part.pack(0) for part in dataset.parts))
+    for pack in packs:
+        for ids, targets, *_ in pack:
             crc = zlib.crc32(targets.tobytes(), zlib.crc32(ids.astype(np.int32).tobytes(), crc))
     return f"{crc:08x}"
 

@@ -32,6 +32,7 @@ def test_samples_and_iterations_invert_each_other():
         for iterations in range(20):
             samples = samples_after(train, iterations)
             assert samples == sum(sizes[:iterations])
+            assert samples_after(train, 20 - iterations, samples) == sum(sizes)
             assert iterations_for(train, samples) == iterations
             assert iterations_for(train, samples + 1) == iterations + 1
 

@@ -10,6 +10,10 @@ from unittest.mock import patch
 import pytest
 
 from megatron_glm.checkpoint import sharded
+from megatron_glm.data.loader import MicroBatches
+from megatron_glm.data.pretraining import build_datasets
+from megatron_glm.data_config import PretrainDataConfig
+from megatron_glm.training.checkpointing import fingerprint
 from megatron_glm.training.initialize import one_line_errors
 from tests.finetune import assert_same, finetune, keep_default_group, records, tensors, write_rows
 from tests.pretrain import pretrain, write_corpus
@@ -61,6 +65,8 @@ def test_files_are_split_into_training_validation_and_test(run, capsys):
     lines = [line for line in capsys.readouterr().out.splitlines() if " | lm loss: " in line]
     assert lines[0].startswith(f"valid | lm loss: {records('log.jsonl')[0]['valid_lm_loss']:.6f} | tokens: ")
     assert lines[1:] == [test_line]
+    words = "--eval-only needs a validation or test part"
+    assert words in refusal(run, capsys, **flags | {"split": "1"}, load="out", eval_only=True)
     run(**flags | {"split": "1", "eval_interval": 1}, train_iters=1)  # nothing left to evaluate
     assert "lm loss: " not in capsys.readouterr().out.replace("lm loss: 4", "", 1)
 
@@ -85,6 +91,30 @@ def test_other_data_is_refused(run, capsys):
     for ending in ("bin", "idx"):
         shutil.move(f"corpus.{ending}", f"moved/corpus.{ending}")
     run(**again, **files | {"data_path": "moved/corpus"})  # the same data in another place
+
+
+def test_a_resumed_run_may_have_smaller_steps(run):
+    """Its samples go on where the larger steps ended, here in the third epoch."""
+    write_corpus("corpus", documents=1)
+    files = {"mock_data": None, "data_path": "corpus", "split": "1", "seq_length": 128}
+    run(**files, train_iters=1, global_batch_size=20, micro_batch_size=20, save="out")
+    run(**files, train_iters=2, load="out", log_file="log.jsonl")
+    assert records("log.jsonl")[0]["consumed_samples"] == 22
+
+
+def test_a_blend_is_known_by_its_weights_and_its_rare_parts(tmp_path):
+    for name, documents in (("a", 2), ("b", 2), ("c", 1)):
+        write_corpus(str(tmp_path / name), documents)
+
+    def print_of(*entries: str) -> str:
+        paths = tuple(entry if entry[0] == "0" else str(tmp_path / entry) for entry in entries)
+        data = PretrainDataConfig(data_path=paths, split="1", seq_length=32)
+        return fingerprint(MicroBatches(build_datasets(data, 64, 1, 16, 0, 0, lambda build: build())[0]))
+
+    one = print_of("0.999", "a", "0.001", "b")
+    assert print_of("0.9990", "a", "0.0010", "b") == one
+    assert print_of("0.998", "a", "0.002", "b") != one
+    assert print_of("0.999", "a", "0.001", "c") != one
 
 
 def test_a_fine_tuned_checkpoint_is_no_beginning_of_a_pretraining(run, capsys):
