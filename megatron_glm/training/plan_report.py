@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import glob
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from pathlib import Path
 from megatron_glm.arguments import DataSection, add_plan_flags, build_parser, resolve
 from megatron_glm.config import DataConfig, PretrainDataConfig, RunConfig, flag_name
 from megatron_glm.data.blend import parse_blend
+from megatron_glm.data.pretraining import parse_split
 from megatron_glm.flops import training_flops
 from megatron_glm.model.plan import work_per_rank
 from megatron_glm.training.planning import GIB, Plan
@@ -33,8 +35,8 @@ def print_plan(
     flags = parser.parse_args(arguments)
     try:
         for name in PLAN_FLAGS[1:]:
-            if getattr(flags, name, 1) <= 0:
-                raise ValueError(f"--{name.replace('_', '-')} is {getattr(flags, name)}; it must be above 0")
+            if not 0 < (value := getattr(flags, name, 1)) < math.inf:
+                raise ValueError(f"{flag_name(name)} is {value}; it must be a finite number above 0")
         ranks, per_node = _ranks(flags)
         config, warnings = planned_config(flags, data)
         memory = getattr(flags, "gpu_memory_gb", 80.0) * GIB
@@ -96,6 +98,7 @@ def _planned_finetuning(config: RunConfig, warnings: list[str]) -> DataConfig:
 def _planned_pretraining(config: RunConfig, warnings: list[str]) -> PretrainDataConfig:
     """The same for the prefixes of a pre-training run."""
     data = config.data
+    parse_split(data.split)
     for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         flag = flag_name(field)
         prefixes, _ = parse_blend(getattr(data, field), flag)
