@@ -12,8 +12,8 @@ import torch
 
 from megatron_glm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_glm.model.plan import AttentionPlan
-from megatron_glm.training.plan_report import print_plan
 from megatron_glm.training.activations import layer_activations, layer_kept
+from megatron_glm.training.plan_report import print_plan
 from megatron_glm.training.planning import GIB, Plan, distinct_owners
 from tests import distributed
 from tests.parity.layouts import Recorder, pack, parity_model, run_config
