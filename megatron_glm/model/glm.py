@@ -22,7 +22,7 @@ from megatron_glm.parallel.vocab import VocabParallelEmbedding, VocabParallelHea
 
 
 class ChunkOutput(NamedTuple):
-    hidden: Tensor  # [t/TP, D]; in the last chunk before the final norm
+    hidden: Tensor  # [t/TP, D]; in the last chunk before the final norm, and cut from the graph: the loss has it
     topk: Tensor | None  # [t/TP, K] int32: this sequence shard's selection, None where no row needs one
     loss: Tensor | None  # fp32 scalar: SUM of the token losses of the micro-batch
 
@@ -86,6 +86,8 @@ class GLMChunk(nn.Module):
         loss = None
         if self.lm_head is not None and labels is not None:
             loss = self.lm_head(self.norm(hidden), plan.local(labels), self.kernels.loss_chunk_size)
+        if self.lm_head is not None:
+            hidden = hidden.detach()  # a chunk without layers returns its input, and FSDP2 warns of views with a graph
         return ChunkOutput(hidden, None if topk is None else topk[plan.shard], loss)
 
     def routers(self) -> list[Router]:

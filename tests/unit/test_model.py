@@ -113,6 +113,7 @@ def test_a_model_cut_anywhere_equals_the_whole(cut):
     assert first.topk.dtype == torch.int32 and not first.topk.requires_grad
     hidden = first.hidden.detach().requires_grad_()
     second = parts[1](hidden, plan, first.topk, labels)
+    assert not second.hidden.requires_grad  # nor where it is the input, which FSDP2 would warn of
     second.loss.backward()
     first.hidden.backward(hidden.grad)
     torch.testing.assert_close(second.loss, whole.loss)
