@@ -54,8 +54,10 @@ class IndexedDataset:
         for path in (self._idx, self._bin):
             if not path.is_file():
                 end = Path(prefix).suffix
-                hint = f", give the prefix of both files without {end}" if end in (".bin", ".idx") else ""
-                raise ValueError(f"{path} does not exist{hint}")
+                hint = f"give the prefix of both files without {end}"
+                if end not in (".bin", ".idx"):
+                    hint = "tools/preprocess_data.py makes the two files of a prefix"
+                raise ValueError(f"{path} does not exist; {hint}")
         size = self._idx.stat().st_size
         with self._idx.open("rb") as file:
             header = file.read(HEADER.size)

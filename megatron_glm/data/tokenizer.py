@@ -34,10 +34,11 @@ class Tokenizer:
             if not found:
                 raise ValueError(f"--tokenizer-model: the folder {path} holds neither tokenizer.json nor a .model file")
             path = found[0]
+        if not path.is_file():
+            wanted = "a tokenizer.json, a .model file or the folder of one"
+            raise ValueError(f"--tokenizer-model: {path} does not exist; name {wanted}")
         if path.suffix not in (".json", ".model"):
             raise ValueError(f"--tokenizer-model: {path} is neither a .json nor a .model file")
-        if not path.is_file():
-            raise ValueError(f"--tokenizer-model: {path} does not exist")
         return _from_json(path) if path.suffix == ".json" else _from_sentencepiece(path)
 
     def require(self, token: str) -> int:

@@ -148,14 +148,14 @@ def test_files_that_are_missing_or_of_another_size(tmp_path: Path):
     Path(prefix + ".bin").write_bytes(tokens + b"12")
     with pytest.raises(ValueError, match="data.bin is of another index: it holds 22 bytes, but 20 by .*data.idx"):
         IndexedDataset(prefix)
-    with pytest.raises(ValueError, match="data.idx.idx does not exist, give the prefix of both files without .idx"):
+    with pytest.raises(ValueError, match="data.idx.idx does not exist; give the prefix of both files without .idx"):
         IndexedDataset(prefix + ".idx")
-    with pytest.raises(ValueError, match="data.bin.idx does not exist, give the prefix of both files without .bin"):
+    with pytest.raises(ValueError, match="data.bin.idx does not exist; give the prefix of both files without .bin"):
         IndexedDataset(prefix + ".bin")
     with pytest.raises(ValueError, match="the prefix of a .bin and .idx is empty"):
         IndexedDataset("")
     Path(prefix + ".bin").unlink()
-    with pytest.raises(ValueError, match="data.bin does not exist"):
+    with pytest.raises(ValueError, match="data.bin does not exist; tools/preprocess_data.py makes"):
         IndexedDataset(prefix)
 
 
