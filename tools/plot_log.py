@@ -109,6 +109,7 @@ def draw(runs: dict[str, list[dict[str, Any]]], target: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = lambda message: parser.exit(2, f"error: {message}\n")  # one line, as the trainer does
     parser.add_argument("logs", nargs="+", type=Path, metavar="LOG.jsonl", help="what --log-file has written")
     parser.add_argument("--save", type=Path, default=Path("log.png"), metavar="PNG", help="default: log.png")
     flags = parser.parse_args()

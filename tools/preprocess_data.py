@@ -249,6 +249,7 @@ def positive(text: str) -> int:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.error = lambda message: parser.exit(2, f"error: {message}\n")  # one line, as the trainer does
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, folders or globs")
     parser.add_argument(
         "--output-prefix", required=True, metavar="PREFIX", help="of the files to write, with its folder"

@@ -173,10 +173,11 @@ def test_what_is_refused(tmp_path: Path, tokenizer: Path, monkeypatch, capsys):
         return capsys.readouterr().err
 
     assert "--workers: '0' must be a whole number" in refused(2, tokenizer, rows, flags=["--workers", "0"])
+    assert refused(2, tokenizer, rows, flags=["--wrokers", "1"]) == "error: unrecognized arguments: --wrokers 1\n"
     assert "--json-keys a a: every key once" in refused(2, tokenizer, rows, flags=["--json-keys", "a", "a"])
     assert "--output-prefix must not end in /" in refused(2, tokenizer, rows, flags=["--output-prefix", ""])
     assert "nor a key hold one" in refused(2, tokenizer, rows, flags=["--json-keys", "a/b"])
-    assert "error: --tokenizer-model: " in refused(2, tmp_path / "no.json", rows)
+    assert "no does not exist; name a tokenizer.json, a .model" in refused(2, tmp_path / "no", rows)
     assert "none.jsonl holds or matches no file" in refused(2, tokenizer, tmp_path / "none.jsonl")
     (tmp_path / "b.txt").write_bytes(b"\xff")
     assert "b.txt: 'utf-8' codec can't decode" in refused(2, tokenizer, tmp_path / "b.txt")
