@@ -153,6 +153,7 @@ check_model() {
     if [ -n "$wanted" ] && [ -n "$found" ] && [ "$wanted" != "$found" ]; then
       problems+=("$1 has ${key%=*} $found, the recipe's model has $wanted: the checkpoint is of another model.
   Set CHECKPOINT to $HF_MODEL, converted")
+      return
     fi
   done
 }
@@ -281,6 +282,6 @@ launch() {
     nodes=(--nnodes "$NNODES" --rdzv-backend c10d --rdzv-id "$recipe_name"
       --rdzv-endpoint "$MASTER_ADDR:${MASTER_PORT:-29500}")
   fi
-  PATH=$PATH:$(dirname "$python")
+  PATH=$(dirname "$(command -v "$python")"):$PATH # the torchrun of this interpreter, not another environment's
   exec torchrun "${nodes[@]}" --nproc-per-node "$GPUS_PER_NODE" "$root/$program" "${args[@]}"
 }

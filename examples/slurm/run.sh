@@ -28,7 +28,8 @@ run_recipe() {
   # Not --kill-on-bad-exit: the first rank to leave with 75 would have the others killed. --wait ends the rest of a step
   # whose ranks were lost, after two minutes.
   srun --kill-on-bad-exit=0 --wait=120 --open-mode=append --output="$logs/rank-%t.log" bash "$@" || code=$?
-  echo "$(date +%FT%T) $1 ended with code $code (75: saved, to be continued), attempt ${SLURM_RESTART_COUNT:-0}"
+  echo "$(date +%FT%T) $1 ended with code $code (75: saved, to be continued), attempt ${SLURM_RESTART_COUNT:-0};" \
+    "what the ranks said: $logs/rank-*.log"
   if [ "$code" = 75 ]; then
     scontrol requeue "$SLURM_JOB_ID"
   fi

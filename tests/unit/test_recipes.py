@@ -262,6 +262,8 @@ def test_a_checkpoint_of_another_model_is_refused(box):
     assert done.returncode == 2
     assert "has rope_theta 8000000, the recipe's model has 1000000: the checkpoint is of another model" in done.stderr
     assert "Set CHECKPOINT to zai-org/GLM-5, converted" in done.stderr
+    config.write_bytes((presets / "glm5.2-tiny.json").read_bytes())  # other in everything, but one mistake
+    assert bash(box, "glm5_hellaswag.sh").stderr.count("error: ") == 1
 
 
 def test_a_dry_run_is_one_process_that_needs_no_input(box):
@@ -309,6 +311,7 @@ def test_a_failed_slurm_job_is_not_queued_again(box):
     done = job(box, "glm5_hellaswag", DATA_PATH="none")
     assert done.returncode == 2
     logs = [(box / "logs" / f"rank-{rank}.log").read_text() for rank in range(8)]
+    assert f"what the ranks said: {box / 'logs'}/rank-*.log" in done.stdout
     assert logs[0].count("no such data") == 1 and "no such data" not in "".join(logs[1:])
 
 
