@@ -248,10 +248,6 @@ class MicroBatches:
         """What the packs of a step are, whatever the layout: equal runs have equal ids, step for step."""
         return [self.dataset.sample_id(i) for i in range(consumed_samples, consumed_samples + global_batch_size)]
 
-    def loss_tokens(self, consumed_samples: int, global_batch_size: int) -> int:
-        """Loss tokens of the whole global batch, all ranks together."""
-        return self.dataset.loss_tokens(range(consumed_samples, consumed_samples + global_batch_size))
-
     def evaluation(
         self,
         global_batch_size: int,

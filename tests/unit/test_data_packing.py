@@ -167,7 +167,7 @@ def test_ranks_share_the_global_batch(dp_size: int, micro_batch_size: int):
         for t in b.tokens[: len(b.tokens) - b.padding][b.position_ids[: len(b.tokens) - b.padding] == 0]
     ]
     assert found == expected
-    assert sum(batch.loss_tokens for batch in batches) == micro_batches.loss_tokens(48, 12)
+    assert sum(batch.loss_tokens for batch in batches) == micro_batches.dataset.loss_tokens(range(48, 60))
 
 
 def test_a_micro_batch_of_several_packs_has_its_padding_at_the_tail():
