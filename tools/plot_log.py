@@ -115,7 +115,7 @@ def main() -> None:
     flags = parser.parse_args()
     try:
         if importlib.util.find_spec("matplotlib") is None:
-            raise ValueError("drawing needs the package matplotlib: pip install 'megatron-glm[logging]'")
+            raise ValueError("drawing needs the package matplotlib: pip install -e '.[logging]'")
         if flags.save.suffix != ".png":
             raise ValueError(f"--save {flags.save} must end in .png")
         runs = dict(zip(names_of(flags.logs), map(read, flags.logs), strict=True))

@@ -67,7 +67,8 @@ class SafetensorsFolder:
         index = folder / INDEX_NAME
         if not index.is_file():
             if not (folder / SINGLE_NAME).is_file():
-                raise ValueError(f"{folder} holds neither {INDEX_NAME} nor {SINGLE_NAME}")
+                what = f"holds neither {INDEX_NAME} nor {SINGLE_NAME}" if folder.is_dir() else "does not exist"
+                raise ValueError(f"{folder} {what}")
             self.entries = read_header(folder / SINGLE_NAME, headers_only)
             return
         weight_map = _weight_map(index)

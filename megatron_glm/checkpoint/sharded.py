@@ -349,7 +349,10 @@ def _span(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
 def together(
     group: ProcessGroup | None, local: Callable[[], T], combine: Callable[[list[T]], object] = lambda results: None
 ) -> None:
-    """Runs `local` on every rank, then `combine` on rank 0 with all results; an error of any is raised on all."""
+    """Runs `local` on every rank, then `combine` on rank 0 with all results; an error of any is raised on all.
+
+    The error of the first rank that has one is the one to show: on the others it has the attribute `told`.
+    """
     if group is None or group.size() == 1:
         combine([local()])
         return
@@ -359,7 +362,7 @@ def together(
     except Exception as caught:
         error = caught
     outcomes = [None] * group.size() if group.rank() == 0 else None
-    failure = None if error is None else f"rank {group.rank()}: {error}"
+    failure = None if error is None else (group.rank(), str(error), isinstance(error, OSError))
     dist.gather_object((result, failure), outcomes, group=group, group_dst=0)
     verdict = [None]
     if group.rank() == 0:
@@ -369,10 +372,12 @@ def together(
                 combine([result for result, _ in outcomes])
         except Exception as caught:
             error = caught
-            failures = [f"rank 0: {caught}"]
-        verdict = ["; ".join(failures[:3]) if failures else None]
+            failures = [(0, str(caught), isinstance(caught, OSError))]
+        verdict = [failures[:3]]
     dist.broadcast_object_list(verdict, group=group, group_src=0)
-    if error is not None:
+    if failures := verdict[0]:
+        speaker, _, of_system = failures[0]
+        text = "; ".join(f"rank {rank}: {what}" for rank, what, _ in failures)
+        error = error or (OSError if of_system else ValueError)(text)
+        error.told = group.rank() != speaker
         raise error
-    if verdict[0] is not None:
-        raise ValueError(verdict[0])

@@ -74,7 +74,7 @@ def _parquet(path: Path) -> Iterator[Any]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ValueError(f"{path} needs pyarrow: pip install 'megatron-glm[data]'") from error
+        raise ValueError(f"{path} needs pyarrow: pip install -e '.[data]'") from error
     try:
         yield pyarrow.parquet.ParquetFile(path)
     except (pyarrow.ArrowException, OSError) as error:

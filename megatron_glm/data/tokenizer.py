@@ -68,7 +68,7 @@ def _from_sentencepiece(path: Path) -> Tokenizer:
     try:
         import sentencepiece
     except ImportError as error:
-        raise ValueError(f"--tokenizer-model: {path} needs sentencepiece: pip install 'megatron-glm[data]'") from error
+        raise ValueError(f"--tokenizer-model: {path} needs sentencepiece: pip install -e '.[data]'") from error
     try:
         model = sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (RuntimeError, OSError) as error:

@@ -45,7 +45,7 @@ def load(backend: str, dense_rows: str = "auto", deterministic: bool = False) ->
         ValueError: if something is missing; it lists every choice and what that lacks.
     """
     if lacks := lacking(backend, dense_rows):
-        install = "" if lacks == [HOPPER] else "; pip install 'megatron-glm[gpu]' has the packages"
+        install = "" if lacks == [HOPPER] else "; pip install -e '.[gpu]' has the packages"
         raise ValueError(f"--attention-backend {backend} cannot run here: {_choices(dense_rows)}{install}")
     if backend == "torch":
         return

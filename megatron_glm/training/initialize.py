@@ -132,12 +132,10 @@ def one_line_errors() -> Iterator[None]:
     """What a user can mend ends the process with `error: …`: code 2 for settings and data, 1 for a failed run."""
     try:
         yield
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
-    except (FloatingPointError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(1)
+    except (ValueError, FloatingPointError, OSError) as error:
+        if not any(getattr(each, "told", False) for each in (error, error.__cause__)):  # by another rank
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2 if isinstance(error, ValueError) else 1)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -30,7 +30,7 @@ def require_packages(logging: LoggingConfig) -> None:
     needed += (("--wandb-project", logging.wandb_project, "wandb"),)
     for flag, value, package in needed:
         if value is not None and importlib.util.find_spec(package) is None:
-            raise ValueError(f"{flag} {value} needs the package {package}: pip install 'megatron-glm[logging]'")
+            raise ValueError(f"{flag} {value} needs the package {package}: pip install -e '.[logging]'")
 
 
 def open_sinks(config: RunConfig, progress: Progress, groups: ParallelGroups) -> list[Sink]:

@@ -82,3 +82,20 @@ def save_alone(folder: Path) -> None:
 
 def test_a_group_of_one(tmp_path: Path):
     distributed.run(1, save_alone, tmp_path)
+
+
+def failing() -> tuple[str, bool, str]:
+    def local() -> None:
+        if dist.get_rank() > 0:
+            raise OSError("the disk is full")
+
+    try:
+        sharded.together(dist.group.WORLD, local)
+    except Exception as error:
+        return type(error).__name__, error.told, str(error)
+
+
+def test_an_error_of_several_ranks_is_shown_once():
+    found = distributed.run(3, failing)
+    on_first = ("OSError", True, "rank 1: the disk is full; rank 2: the disk is full")
+    assert found == [on_first, ("OSError", False, "the disk is full"), ("OSError", True, "the disk is full")]

@@ -156,7 +156,7 @@ def test_bad_parquet_names_file_and_row(tmp_path: Path, monkeypatch):
     with pytest.raises(ValueError, match=r"cannot read .*rows.parquet"):
         load_documents([str(path)], None, VOCAB)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ValueError, match=r"rows.parquet needs pyarrow: pip install 'megatron-glm\[data\]'"):
+    with pytest.raises(ValueError, match=r"rows.parquet needs pyarrow: pip install -e '\.\[data\]'"):
         load_documents([str(path)], None, VOCAB)
 
 
@@ -288,5 +288,5 @@ def test_sentencepiece_rows(tmp_path: Path, sentencepiece_file: Path):
 def test_sentencepiece_is_optional(tmp_path: Path, monkeypatch):
     (tmp_path / "x.model").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(ValueError, match=r"x.model needs sentencepiece: pip install 'megatron-glm\[data\]'"):
+    with pytest.raises(ValueError, match=r"x.model needs sentencepiece: pip install -e '\.\[data\]'"):
         Tokenizer.load(tmp_path / "x.model")

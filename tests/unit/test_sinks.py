@@ -85,7 +85,7 @@ def test_a_missing_package_is_one_error_that_names_the_extra(run, monkeypatch, c
     message = capsys.readouterr().err
     name = "--" + flag.replace("_", "-")
     assert stop.value.code == 2 and message.count("\n") == 1
-    assert message == f"error: {name} here needs the package {package}: pip install 'megatron-glm[logging]'\n"
+    assert message == f"error: {name} here needs the package {package}: pip install -e '.[logging]'\n"
     require_packages(LoggingConfig())
 
 
