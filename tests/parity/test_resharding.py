@@ -12,8 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_glm.config import CheckpointConfig, DataConfig, KernelConfig, OptimizerConfig, ParallelConfig, RunConfig
-from megatron_glm.config import TrainConfig as Train
+from megatron_glm.config import (
+    CheckpointConfig,
+    DataConfig,
+    KernelConfig,
+    LoggingConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+)
 from megatron_glm.data.loader import Documents, MicroBatches, PackedDataset
 from tests import distributed
 from tests.parity.layouts import SEQ_LENGTH, assemble, parity_model
@@ -51,7 +59,8 @@ def run_config(folder: Path, parallel: ParallelConfig, load: bool, **train) -> R
         optimizer=OptimizerConfig(lr=1e-4, lr_decay_style="constant", moe_router_bias_update_rate=1e-3),
         data=DataConfig(data_path=("none",), seq_length=SEQ_LENGTH),
         checkpoint=CheckpointConfig(save=save, load=save if load else None, async_save=load, keep_last=3),
-        train=Train(global_batch_size=4, train_iters=len(LAYOUTS), log_file=f"{folder}.jsonl", **train),
+        train=TrainConfig(global_batch_size=4, train_iters=len(LAYOUTS), **train),
+        logging=LoggingConfig(log_file=f"{folder}.jsonl"),
     )
 
 
