@@ -6,6 +6,8 @@ import json
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -47,17 +49,25 @@ def finetune(preset: str | None = "glm5.2-tiny", **given) -> None:
     flags = {"hf-config": preset, "data-path": "train.jsonl", "seq-length": SEQ, "global-batch-size": 2}
     flags |= {"packing": "none", "lr": 0.01, "weight-decay": 0.1, "moe-router-bias-update-rate": 0.01}
     flags |= (SHAPE if preset else {}) | {name.replace("_", "-"): value for name, value in given.items()}
-    words = [(f"--{name}", *(() if value is True else (str(value),))) for name, value in flags.items() if value]
-    initialize, made = finetune_glm.initialize, []
+    run_script(finetune_glm, flags)
+
+
+def run_script(script: ModuleType, flags: dict[str, Any]) -> None:
+    """main() of a script with these flags (True: no value, a list: several, None or False: not given)."""
+    words = [f"{script.__name__}.py"]
+    for name, value in flags.items():
+        if value:
+            values = [] if value is True else value if isinstance(value, list) else [value]
+            words += [f"--{name}", *map(str, values)]
+    initialize, made = script.initialize, []
 
     def noted(config):
         made.append(initialize(config))
         return made[0]
 
-    argv = ["finetune_glm.py", *(word for pair in words for word in pair)]
-    with patch.object(sys, "argv", argv), patch.object(finetune_glm, "initialize", noted):
+    with patch.object(sys, "argv", words), patch.object(script, "initialize", noted):
         try:
-            finetune_glm.main()
+            script.main()
         finally:
             for groups in made:
                 close_groups(groups)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 
 from megatron_glm.data.indexed import IndexedWriter
-from tests.distributed import close_groups
-from tests.finetune import SHAPE
+from tests.finetune import SHAPE, run_script
 
 FLAGS = {"mock-data": True, "seq-length": 32, "global-batch-size": 2, "lr": 0.01, "eval-iters": 1}
 
@@ -22,23 +19,7 @@ def pretrain(preset: str | None = "glm5.2-tiny", **given) -> None:
 
     flags = FLAGS | {"hf-config": preset} | (SHAPE if preset else {})
     flags |= {name.replace("_", "-"): value for name, value in given.items()}
-    words = ["pretrain_glm.py"]
-    for name, value in flags.items():
-        if value:
-            values = [] if value is True else value if isinstance(value, list) else [value]
-            words += [f"--{name}", *map(str, values)]
-    initialize, made = pretrain_glm.initialize, []
-
-    def noted(config):
-        made.append(initialize(config))
-        return made[0]
-
-    with patch.object(sys, "argv", words), patch.object(pretrain_glm, "initialize", noted):
-        try:
-            pretrain_glm.main()
-        finally:
-            for groups in made:
-                close_groups(groups)
+    run_script(pretrain_glm, flags)
 
 
 def write_corpus(prefix: str, documents: int = 60) -> np.ndarray:

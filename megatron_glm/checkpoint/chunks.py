@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +60,19 @@ def cut(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[tuple[int, ...]
     rows = max(1, CHUNK_BYTES // (math.prod(shape[1:]) * itemsize))
     for start in range(0, shape[0], rows):
         yield (start, *(0 for _ in shape[1:])), (min(rows, shape[0] - start), *shape[1:])
+
+
+def pieces_of(rectangle: Rectangle) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """(offsets in the global tensor, the data there) of the chunks of a rectangle; the data share its memory."""
+    data = rectangle.tensor.detach()
+    for offsets, sizes in cut(data.shape, data.dtype.itemsize):
+        place = tuple(a + b for a, b in zip(rectangle.offsets, offsets, strict=True))
+        yield place, data[span(offsets, sizes)]
+
+
+def span(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    """What selects the elements from `offsets` on."""
+    return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
 
 
 def describe(pieces: Iterable[Piece]) -> Metadata:

@@ -19,7 +19,7 @@ import torch
 
 from ..model_config import ModelConfig
 from ..parallel.shard import Rectangle
-from .chunks import cut, require
+from .chunks import pieces_of, require
 from .fp8 import EXPORT_BLOCK, SCALE_SUFFIX, dequantize, scale_shape
 from .safetensors_io import SafetensorsFolder
 
@@ -234,11 +234,8 @@ class HFCheckpoint:
         wanted = {rectangle.name: rectangle.global_shape for rectangle in rectangles}
         require({name: shape for name, (shape, _) in self.shapes.items()}, wanted, self.folder)
         for rectangle in rectangles:
-            tensor = rectangle.tensor.detach()
-            for offsets, sizes in cut(tensor.shape, tensor.dtype.itemsize):
-                index = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
-                place = tuple(a + b for a, b in zip(rectangle.offsets, offsets, strict=True))
-                tensor[index].copy_(self.read(rectangle.name, place, sizes))
+            for offsets, data in pieces_of(rectangle):
+                data.copy_(self.read(rectangle.name, offsets, tuple(data.shape)))
 
     def _piece(self, tensor: HFTensor, low: list[int], high: list[int]) -> torch.Tensor:
         """Canonical rows and columns [low, high) of one Hugging Face tensor."""

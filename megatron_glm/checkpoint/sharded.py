@@ -18,16 +18,14 @@ from __future__ import annotations
 import json
 import math
 import mmap
-import operator
 import pickle
 import re
 import shutil
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -40,7 +38,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from ..model_config import ModelConfig
 from ..parallel.shard import Rectangle
 from . import archives
-from .chunks import Chunk, Piece, StoredChunks, cut, describe, require
+from .chunks import Chunk, Piece, StoredChunks, describe, pieces_of, require, span
 from .files import UNFINISHED, BackgroundSync, copy_side_files, naming, remove_folder, staged_folder, write_durably
 
 FILE_BYTES = 512 << 20  # one file of a writer is synced while the next is written
@@ -134,12 +132,9 @@ def save(
     """
     chunks = []
     for rectangle in (r for r in rectangles if r.owner):
-        data = rectangle.tensor.detach()
-        for offsets, sizes in cut(data.shape, data.dtype.itemsize):
-            index = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
-            place = tuple(a + b for a, b in zip(rectangle.offsets, offsets, strict=True))
-            piece = Piece(rectangle.name, tuple(rectangle.global_shape), data.dtype, place, sizes)
-            chunks.append(Chunk(piece, partial(operator.getitem, data, index)))
+        for offsets, data in pieces_of(rectangle):
+            piece = Piece(rectangle.name, tuple(rectangle.global_shape), data.dtype, offsets, tuple(data.shape))
+            chunks.append(Chunk(piece, lambda data=data: data))
     target = iteration_folder(folder, iteration)
     staging = target.with_name(target.name + UNFINISHED)
     rank = 0 if group is None else group.rank()
@@ -281,8 +276,8 @@ class Reader:
                 chunk = self._chunk(part.storage_index)
                 if chunk.numel() == math.prod(part.lengths):  # what is read in part only would have to be read twice
                     self._check_data(part.storage_index, chunk)
-                stored = chunk[_span(part.storage_offsets, part.lengths)]
-                tensor[_span(part.dest_offsets, part.lengths)].copy_(stored)
+                stored = chunk[span(part.storage_offsets, part.lengths)]
+                tensor[span(part.dest_offsets, part.lengths)].copy_(stored)
 
     def tensor(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """One rectangle in `dtype`: where it lies in one chunk and has that dtype, a view of the mapped file."""
@@ -290,7 +285,7 @@ class Reader:
         wanted = Rectangle(name, shape, offsets, torch.empty(sizes, dtype=dtype, device="meta"), owner=False)
         parts = self._chunks.parts(wanted)
         if len(parts) == 1 and stored_dtype == dtype:
-            return self._chunk(parts[0].storage_index)[_span(parts[0].storage_offsets, parts[0].lengths)]
+            return self._chunk(parts[0].storage_index)[span(parts[0].storage_offsets, parts[0].lengths)]
         result = torch.empty(sizes, dtype=dtype)
         self.read([replace(wanted, tensor=result)])
         return result
@@ -340,10 +335,6 @@ class Reader:
         ):
             raise ValueError(f"{file} is not the file that was saved: it holds other data as {index.fqn}")
         return archives.view(content, archive.start, dtype, tuple(sizes))
-
-
-def _span(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
 
 
 def together(
