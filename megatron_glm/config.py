@@ -119,7 +119,7 @@ class KernelConfig(Section):
         "auto", "auto: rows that see no more than index_topk keys skip the selection and run as dense attention"
     )
     deterministic: bool = option(False, "the same bits in every run on a GPU, at some cost; not with cudnn")
-    loss_chunk_size: int = option(1024, "tokens whose logits exist at a time in the loss")
+    loss_chunk_size: int = option(4096, "tokens whose logits exist at a time in the loss")
 
 
 @dataclass(frozen=True)

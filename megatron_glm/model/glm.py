@@ -24,7 +24,7 @@ from megatron_glm.parallel.vocab import VocabParallelEmbedding, VocabParallelHea
 class ChunkOutput(NamedTuple):
     hidden: Tensor  # [t/TP, D]; in the last chunk before the final norm, and cut from the graph: the loss has it
     topk: Tensor | None  # [t/TP, K] int32: this sequence shard's selection, None where no row needs one
-    loss: Tensor | None  # fp32 scalar: SUM of the token losses of the micro-batch
+    loss: Tensor | None  # fp32 scalar: SUM of the token losses of the micro-batch, times the caller's scale
 
 
 class GLMChunk(nn.Module):
@@ -66,7 +66,12 @@ class GLMChunk(nn.Module):
         self.shards = collect_shards(self)
 
     def forward(
-        self, inputs: Tensor, plan: AttentionPlan, topk: Tensor | None = None, labels: Tensor | None = None
+        self,
+        inputs: Tensor,
+        plan: AttentionPlan,
+        topk: Tensor | None = None,
+        labels: Tensor | None = None,
+        loss_scale: float = 1.0,
     ) -> ChunkOutput:
         """Run one micro-batch.
 
@@ -74,6 +79,7 @@ class GLMChunk(nn.Module):
             inputs: tokens of the pack [T] int64 in the first chunk, else hidden states [t/TP, D].
             topk: [t/TP, K] int32 selection from the chunk before; needed where this one starts with a shared layer.
             labels: [T] int64 next tokens, -100 = no loss; read by the last chunk, None = no loss wanted.
+            loss_scale: factor of the loss, whose own gradient must be 1.
         """
         hidden = inputs if self.embed_tokens is None else self.embed_tokens(plan.local(inputs))
         if topk is not None:
@@ -85,7 +91,7 @@ class GLMChunk(nn.Module):
                 layer.mlp.gate.count(expert_ids)
         loss = None
         if self.lm_head is not None and labels is not None:
-            loss = self.lm_head(self.norm(hidden), plan.local(labels), self.kernels.loss_chunk_size)
+            loss = self.lm_head(self.norm(hidden), plan.local(labels), self.kernels.loss_chunk_size, loss_scale)
         if self.lm_head is not None:
             hidden = hidden.detach()  # a chunk without layers returns its input, and FSDP2 warns of views with a graph
         return ChunkOutput(hidden, None if topk is None else topk[plan.shard], loss)

@@ -20,6 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from megatron_glm.config import ParallelConfig
 from megatron_glm.parallel.groups import ParallelGroups
+from megatron_glm.parallel.masters import WholeWeights
 from megatron_glm.parallel.shard import Rectangle, ShardInfo
 
 
@@ -63,53 +64,6 @@ def holds_whole(dp_cp: int, edp: int) -> tuple[bool, bool]:
     FSDP2 needs the chunk where a part of it is sharded.
     """
     return edp == 1, dp_cp == edp == 1
-
-
-class WholeWeights:
-    """Lets a module compute with copies of its fp32 parameters in another dtype, whose gradients reach the parameters.
-
-    Args:
-        taken: parameters within the module that are looked after elsewhere.
-        keep: hold the copies until the parameters change, or make them in each forward (and recomputation).
-    """
-
-    def __init__(self, module: nn.Module, taken: set[nn.Parameter], dtype: torch.dtype, keep: bool) -> None:
-        self.places = [(m, n) for m in module.modules() for n, p in m.named_parameters(recurse=False) if p not in taken]
-        self.dtype, self.keep = dtype, keep
-        self.copies: list[tuple[int, Tensor] | None] = [None] * len(self.places)  # with the version that was copied
-        self.masters: list[nn.Parameter] = []
-        module.register_forward_pre_hook(lambda *_: self._enter())
-        module.register_forward_hook(lambda *_: self._leave(), always_call=True)
-
-    def _enter(self) -> None:
-        self.masters = [module._parameters[name] for module, name in self.places]
-        for i, (module, name) in enumerate(self.places):
-            module._parameters[name] = self._copy(i) if self.keep else self.masters[i].to(self.dtype)
-
-    def _leave(self) -> None:
-        for (module, name), master in zip(self.places, self.masters, strict=True):
-            module._parameters[name] = master
-
-    def _copy(self, i: int) -> Tensor:
-        master, known = self.masters[i], self.copies[i]
-        if known is None:
-            self.copies[i] = master._version, master.detach().to(self.dtype)
-        elif known[0] != master._version:
-            self.copies[i] = master._version, known[1].copy_(master.detach())
-        return _StandIn.apply(master, self.copies[i][1])
-
-
-class _StandIn(torch.autograd.Function):
-    """A copy in the place of its master, which gets the gradient in its own dtype."""
-
-    @staticmethod
-    def forward(ctx, master: Tensor, copy: Tensor) -> Tensor:
-        ctx.dtype = master.dtype
-        return copy.view_as(copy)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return grad.to(ctx.dtype), None
 
 
 def set_gradient_sync(chunk: nn.Module, sync: bool) -> None:

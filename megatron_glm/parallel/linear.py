@@ -8,11 +8,11 @@ scattered back to sequence shards. No layer has a bias.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_glm.parallel.collectives import scatter_sum_rows
+from megatron_glm.parallel.masters import linear
 from megatron_glm.parallel.shard import ShardInfo
 
 
@@ -45,7 +45,7 @@ class ReplicatedLinear(nn.Module):
         self.shards = {"weight": replicated((out_features, in_features), tp)}
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+        return linear(x, self.weight)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -58,7 +58,7 @@ class ColumnParallelLinear(nn.Module):
         self.shards = {"weight": info}
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+        return linear(x, self.weight)
 
 
 class RowParallelLinear(nn.Module):
@@ -72,4 +72,4 @@ class RowParallelLinear(nn.Module):
         self.tp = tp
 
     def forward(self, x: Tensor) -> Tensor:
-        return scatter_sum_rows(F.linear(x, self.weight), self.tp)
+        return scatter_sum_rows(linear(x, self.weight), self.tp)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_glm.parallel.collectives import gather_rows, scatter_sum_rows, sum_over
+from megatron_glm.parallel.masters import add_product, embedding, master_of
 from megatron_glm.parallel.shard import ShardInfo
 
 IGNORE = -100  # label of a position without loss
@@ -37,18 +38,21 @@ class VocabParallelEmbedding(VocabParallel):
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.tp.size() == 1:
-            return F.embedding(tokens, self.weight)
+            return embedding(tokens, self.weight)
         local = tokens - self.first
         mine = (local >= 0) & (local < self.valid)
-        rows = F.embedding(local.masked_fill(~mine, 0), self.weight)
+        rows = embedding(local.masked_fill(~mine, 0), self.weight)
         return scatter_sum_rows(rows * mine.unsqueeze(-1), self.tp)
 
 
 class VocabParallelHead(VocabParallel):
     """The output projection together with its loss."""
 
-    def forward(self, hidden: Tensor, labels: Tensor, chunk_size: int) -> Tensor:
-        """Sum of the cross entropies of all labelled positions.
+    def forward(self, hidden: Tensor, labels: Tensor, chunk_size: int, scale: float = 1.0) -> Tensor:
+        """Sum of the cross entropies of all labelled positions, times `scale`.
+
+        It is where a backward starts: the gradients are ready after the forward, for a loss whose own gradient is 1,
+        so a factor goes into `scale`.
 
         Args:
             hidden: sequence shard [t/TP, D] after the last norm.
@@ -58,8 +62,9 @@ class VocabParallelHead(VocabParallel):
             fp32 scalar, the same on every TP rank.
         """
         # Detached where no gradient is wanted: a Function is told that a parameter needs one even under no_grad.
-        weight = self.weight if torch.is_grad_enabled() else self.weight.detach()
-        return _CrossEntropy.apply(gather_rows(hidden, self.tp), weight, labels, self, chunk_size)
+        master = master_of(self.weight)
+        weight = self.weight if torch.is_grad_enabled() and master is None else self.weight.detach()
+        return _CrossEntropy.apply(gather_rows(hidden, self.tp), weight, master, labels, self, chunk_size, scale)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits [rows, v] of gathered rows; the columns of padding are -inf."""
@@ -72,58 +77,76 @@ class VocabParallelHead(VocabParallel):
 class _CrossEntropy(torch.autograd.Function):
     """Loss and both gradients chunk by chunk in the forward, where the logits already are.
 
-    The loss is a sum, so the backward only scales what the forward has computed: in place, because the weight's
-    gradient is among the largest tensors of a step. There is thus one backward for a forward.
+    The backward hands them out as they are: scaling the weight's, one of the largest tensors of a step, would be a pass
+    over it. There is thus one backward for a forward.
     """
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, head: VocabParallelHead, chunk_size: int):
+    def forward(ctx, hidden: Tensor, weight: Tensor, master: Tensor | None, labels: Tensor, head, chunk_size, scale):
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        wants_hidden, wants_weight, wants_master = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        grad_weight = None  # fp32
         for begin in range(0, hidden.shape[0], chunk_size):
             rows = slice(begin, begin + chunk_size)
-            chunk_loss, grad_logits = _chunk(head, weight, hidden[rows], labels[rows])
+            chunk_loss, grad_logits = _chunk(head, weight, hidden[rows], labels[rows], scale)
             loss += chunk_loss
-            grad_logits = grad_logits.to(hidden.dtype)
             if wants_hidden:
-                grad_hidden[rows] = grad_logits @ weight
-            if wants_weight:
-                grad_weight += grad_logits.T @ hidden[rows]
-        ctx.gradients = grad_hidden, grad_weight
-        ctx.weight_dtype = weight.dtype
+                torch.mm(grad_logits, weight, out=grad_hidden[rows])
+            if wants_weight or wants_master:
+                grad_weight = add_product(grad_weight, grad_logits, hidden[rows])
+        ctx.gradients = (
+            grad_hidden,
+            grad_weight.to(weight.dtype) if wants_weight else None,
+            grad_weight if wants_master else None,
+        )
         return loss
 
     @staticmethod
     def backward(ctx, grad_loss: Tensor):
-        grad_hidden, grad_weight = ctx.gradients
+        torch._assert_async(grad_loss == 1, "a factor of the loss goes into the head's scale")
+        gradients = ctx.gradients
         del ctx.gradients
-        if grad_hidden is not None:
-            grad_hidden.mul_(grad_loss)
-        if grad_weight is not None:
-            grad_weight = grad_weight.mul_(grad_loss).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, None, None, None
+        return *gradients, None, None, None, None
 
 
-def _chunk(head: VocabParallelHead, weight: Tensor, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss sum of one chunk of rows and the gradient of its logits [rows, v] fp32."""
-    logits = F.linear(hidden, weight).float()
-    logits[:, head.valid :] = float("-inf")
+def _chunk(head: VocabParallelHead, weight: Tensor, hidden: Tensor, labels: Tensor, scale: float):
+    """Scaled loss sum of one chunk of rows and the gradient of its logits [rows, v] in hidden's dtype."""
+    logits = F.linear(hidden, weight)
     counted = labels != IGNORE
     local = labels - head.first
-    mine = counted & (local >= 0) & (local < head.valid)
-    column = local.masked_fill(~mine, 0).unsqueeze(1)
-
-    largest = logits.max(dim=1).values
+    column = local.masked_fill(~(counted & (local >= 0) & (local < head.valid)), -1)
+    lse, target = row_statistics(logits, column, head.valid)
     if head.tp.size() > 1:
+        largest = lse.clone()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=head.tp)
-    target = logits.gather(1, column).squeeze(1).masked_fill(~mine, 0.0)
-    probability = logits.sub_(largest.unsqueeze(1)).exp_()
-    total = sum_over(probability.sum(dim=1), head.tp)
-    target = sum_over(target, head.tp)
-    loss = (total.log() + largest - target).masked_fill(~counted, 0.0).sum()
+        lse = largest + sum_over((lse - largest).exp(), head.tp).log()
+        target = sum_over(target, head.tp)
+    loss = (lse - target).masked_fill(~counted, 0.0).sum() * scale
+    return loss, logit_gradient(logits, column, counted, lse, head.valid, scale)
 
-    probability.div_(total.unsqueeze(1)).masked_fill_(~counted.unsqueeze(1), 0.0)
-    probability.scatter_add_(1, column, -mine.float().unsqueeze(1))
-    return loss, probability
+
+def row_statistics(logits: Tensor, column: Tensor, valid: int) -> tuple[Tensor, Tensor]:
+    """logits [n, v], column [n] int64 (-1 = none) -> log of the sum of exp over the first `valid` columns, and the
+    logit at the column or 0: fp32 [n] each."""
+    if logits.is_cuda:
+        from megatron_glm.parallel import kernels  # needs Triton, which a CPU-only torch has not
+
+        return kernels.row_statistics(logits, column, valid)
+    target = logits.gather(1, column.clamp(min=0).unsqueeze(1)).squeeze(1).float()
+    return logits[:, :valid].float().logsumexp(dim=1), target.masked_fill(column < 0, 0.0)
+
+
+def logit_gradient(logits: Tensor, column: Tensor, counted: Tensor, lse: Tensor, valid: int, scale: float) -> Tensor:
+    """scale * (softmax - one at the column) [n, v], zero in rows that do not count and columns from `valid` on.
+
+    On CUDA it takes the place of the logits.
+    """
+    if logits.is_cuda:
+        from megatron_glm.parallel import kernels
+
+        return kernels.logit_gradient(logits, column, counted, lse, valid, scale)
+    gradient = logits.float().sub_(lse.unsqueeze(1)).exp_()
+    gradient[:, valid:] = 0.0
+    gradient.scatter_add_(1, column.clamp(min=0).unsqueeze(1), -(column >= 0).float().unsqueeze(1))
+    return gradient.mul_(scale).masked_fill_(~counted.unsqueeze(1), 0.0).to(logits.dtype)

@@ -143,8 +143,7 @@ def run_micro_batches(
         tokens, labels, plan = inputs[i]
         if chunk == len(chunks) - 1:
             del inputs[i]
-        output = chunks[chunk](tokens if hidden is None else hidden, plan, topk, labels)
-        return output if output.loss is None else output._replace(loss=output.loss / divisor)
+        return chunks[chunk](tokens if hidden is None else hidden, plan, topk, labels, 1 / divisor)
 
     runner = Runner(schedule, groups.pp.rank(), GroupTransport(groups), boundary)
     selects = [has_sparse_rows(config.model, batch.doc_lengths, config.dense_rows) for batch in batches]

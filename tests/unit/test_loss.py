@@ -46,14 +46,20 @@ def reference(head, hidden, labels):
 @pytest.mark.parametrize("chunk_size", [1, 7, 32, T, 1000])
 def test_equals_torchs_cross_entropy_for_any_chunk_size(chunk_size):
     head, hidden, labels = case()
-    loss = head(hidden, labels, chunk_size)
-    (loss / 5).backward()  # the caller divides by the global count
+    loss = head(hidden, labels, chunk_size, 1 / 5)  # the caller divides by the global count
+    loss.backward()
     expected, grad_hidden, grad_weight = reference(head, hidden, labels)
     assert loss.dtype == torch.float32 and loss.shape == ()
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(loss.double(), expected / 5, rtol=1e-6, atol=0)
     torch.testing.assert_close(hidden.grad.double(), grad_hidden / 5, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(head.weight.grad.double(), grad_weight / 5, rtol=1e-5, atol=1e-6)
     assert not hidden.grad[labels == -100].any()
+
+
+def test_a_factor_after_the_loss_is_refused():
+    head, hidden, labels = case()
+    with pytest.raises(RuntimeError, match="goes into the head's scale"):
+        (head(hidden, labels, 7) / 5).backward()
 
 
 def test_without_labels_loss_and_gradients_are_zero():

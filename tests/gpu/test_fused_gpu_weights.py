@@ -1,0 +1,88 @@
+"""On CUDA: gradients made in fp32 in the product, and the loss by one pass over the logits, against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_glm.parallel.masters import WholeWeights, embedding, linear
+from megatron_glm.parallel.vocab import VocabParallelHead
+from tests.reference import single_groups
+
+pytestmark = pytest.mark.gpu
+NAN = float("nan")
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def error(value: Tensor, reference: Tensor) -> float:
+    return ((value.double() - reference.double()).norm() / reference.double().norm().clamp_min(1e-30)).item()
+
+
+def poison() -> None:
+    """What is allocated next holds NaN."""
+    torch.full((1 << 26,), NAN, device="cuda")
+
+
+class Uses(torch.nn.Module):
+    """One weight by `linear`, one by `embedding`, one as it is."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.matrix, self.table, self.scale = (
+            torch.nn.Parameter(torch.randn(*shape, device="cuda")) for shape in ((rows, width), (50, width), (width,))
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return linear(embedding(tokens, self.table) * self.scale, self.matrix)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("rows, width, count", [(96, 64, 200), (1000, 328, 1), (24, 4096, 77)])
+def test_masters_get_fp32_gradients_of_the_bf16_products(rows, width, count, keep):
+    """Of one micro-batch, and of a second that is added in place."""
+    module = Uses(rows, width)
+    masters = dict(module.named_parameters())
+    exact = {name: p.detach().bfloat16().float().requires_grad_() for name, p in masters.items()}
+    WholeWeights(module, set(), torch.bfloat16, keep)
+    places = {}
+    for micro_batch in range(2):
+        tokens, grad = torch.randint(0, 50, (count,), device="cuda"), torch.randn(count, rows, device="cuda").bfloat16()
+        poison()
+        out = module(tokens)
+        assert out.dtype == torch.bfloat16
+        out.backward(grad)
+        reference = F.linear(F.embedding(tokens, exact["table"]) * exact["scale"], exact["matrix"])
+        reference.backward(grad.float())
+        assert error(out, reference) < 5e-3
+        for name, master in masters.items():
+            assert master.grad.dtype == torch.float32 and error(master.grad, exact[name].grad) < 1e-2, name
+            assert places.setdefault(name, master.grad.data_ptr()) == master.grad.data_ptr(), "added in place"
+    # the product itself is not rounded to bf16
+    assert not torch.equal(masters["matrix"].grad, masters["matrix"].grad.bfloat16().float())
+
+
+@pytest.mark.parametrize("vocabulary, valid", [(10_000, 10_000), (9_001, 9_000), (333, 300)])
+@pytest.mark.parametrize("chunk_size", [64, 4096])
+def test_loss_and_gradients(vocabulary, valid, chunk_size):
+    rows, width = 200, 128
+    head = VocabParallelHead(vocabulary, width, single_groups().tp).cuda().bfloat16()
+    head.valid = valid
+    torch.nn.init.normal_(head.weight)
+    hidden = (torch.randn(rows, width, device="cuda") / 4).bfloat16().requires_grad_()
+    labels = torch.randint(0, valid, (rows,), device="cuda")
+    labels[::5] = -100
+    leaves = [x.detach().float().requires_grad_() for x in (hidden, head.weight)]
+    expected = F.cross_entropy((leaves[0] @ leaves[1].T)[:, :valid], labels, ignore_index=-100, reduction="sum") / 7
+    expected.backward()
+    poison()
+    loss = head(hidden, labels, chunk_size, 1 / 7)
+    loss.backward()
+    assert loss.dtype == torch.float32 and abs(loss / expected - 1) < 2e-3
+    assert error(hidden.grad, leaves[0].grad) < 1e-2 and error(head.weight.grad, leaves[1].grad) < 1e-2
+    assert not hidden.grad[labels == -100].any() and not head.weight.grad[valid:].any()
