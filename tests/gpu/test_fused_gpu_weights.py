@@ -51,7 +51,7 @@ def test_masters_get_fp32_gradients_of_the_bf16_products(rows, width, count, kee
     exact = {name: p.detach().bfloat16().float().requires_grad_() for name, p in masters.items()}
     WholeWeights(module, set(), torch.bfloat16, keep)
     places = {}
-    for micro_batch in range(2):
+    for _ in range(2):
         tokens, grad = torch.randint(0, 50, (count,), device="cuda"), torch.randn(count, rows, device="cuda").bfloat16()
         poison()
         out = module(tokens)
