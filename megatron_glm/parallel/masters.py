@@ -46,9 +46,15 @@ class WholeWeights:
             return master.detach().to(self.dtype)
         if known is None:
             self.copies[i] = master._version, master.detach().to(self.dtype)
+            master.held_copy = self.copies[i][1]
         elif known[0] != master._version:
             self.copies[i] = master._version, known[1].copy_(master.detach())
         return self.copies[i][1]
+
+
+def held_copy(master: nn.Parameter) -> Tensor | None:
+    """The copy of a parameter that a module holds, for who changes both without autograd's notice."""
+    return getattr(master, "held_copy", None)
 
 
 def master_of(weight: Tensor) -> nn.Parameter | None:

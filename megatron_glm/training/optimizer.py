@@ -1,9 +1,10 @@
-"""AdamW over FSDP2's fp32 shards, and a gradient norm that counts every element of the model once in every layout."""
+"""AdamW over the fp32 masters, and a gradient norm that counts every element of the model once in every layout."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,44 @@ from torch.distributed import ProcessGroup
 
 from megatron_glm.config import OptimizerConfig
 from megatron_glm.parallel.fsdp import local
+from megatron_glm.parallel.masters import held_copy
 from megatron_glm.parallel.shard import ShardInfo
 
 
-def build_optimizer(chunks: Iterable[nn.Module], config: OptimizerConfig) -> torch.optim.AdamW:
+class AdamW(torch.optim.AdamW):
+    """torch's AdamW with a factor for the gradients; on CUDA one pass does it all, copies of the masters included."""
+
+    @torch.no_grad()
+    def step(self, scale: float = 1.0) -> None:
+        """Update with scale * gradient, which is what the gradients are afterwards, or still unscaled on CUDA."""
+        groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
+        parameters = [parameter for _, members in groups for parameter in members]
+        if not parameters:
+            return
+        if local(parameters[0]).is_cuda:
+            for group, members in groups:
+                self._step_on_cuda(group, members, scale)
+            parameters = [parameter for parameter in parameters if held_copy(parameter) is None]
+        else:
+            if scale != 1.0:
+                torch._foreach_mul_([local(parameter.grad) for parameter in parameters], scale)
+            super().step()
+        # the change is unknown to autograd; who holds a copy that does not follow asks for its master's version
+        increment_version(parameters)
+
+    def _step_on_cuda(self, group: dict[str, Any], parameters: list[nn.Parameter], scale: float) -> None:
+        from megatron_glm.ops.triton.adamw import adamw
+
+        states = [self.state[parameter] for parameter in parameters]
+        if states:
+            torch._foreach_add_([state["step"] for state in states], 1)
+        for parameter, state in zip(parameters, states, strict=True):
+            tensors = (local(x) for x in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]))
+            rate, decay, betas, eps = (group[name] for name in ("lr", "weight_decay", "betas", "eps"))
+            adamw(*tensors, held_copy(parameter), state["step"], rate, decay, betas, eps, scale)
+
+
+def build_optimizer(chunks: Iterable[nn.Module], config: OptimizerConfig) -> AdamW:
     """AdamW over the parameters that require a gradient; its state exists from the start, so that a load can fill it.
 
     Vectors (norms, biases) have no weight decay. One parameter group holds parameters of one mesh (experts are sharded
@@ -25,7 +60,7 @@ def build_optimizer(chunks: Iterable[nn.Module], config: OptimizerConfig) -> tor
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for _, parameter, shard in trained_parameters(chunks):
         groups.setdefault((shard.expert, len(shard.global_shape) > 1), []).append(parameter)
-    optimizer = torch.optim.AdamW(
+    optimizer = AdamW(
         [
             {"params": parameters, "weight_decay": config.weight_decay if decays else 0.0}
             for (_, decays), parameters in groups.items()
@@ -35,9 +70,6 @@ def build_optimizer(chunks: Iterable[nn.Module], config: OptimizerConfig) -> tor
         eps=config.adam_eps,
         fused=True,
     )
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    # the fused kernel changes parameters unknown to autograd; who holds copies of them asks for their version
-    optimizer.register_step_post_hook(lambda *_: increment_version(parameters))
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter] = {
@@ -80,9 +112,6 @@ def gradient_norm(squares: Tensor, world: ProcessGroup) -> float:
     return total.sqrt().item()
 
 
-@torch.no_grad()
-def clip_gradients(chunks: Iterable[nn.Module], norm: float, max_norm: float) -> None:
-    """Scales every gradient by max_norm / norm where the norm of the whole gradient exceeds `max_norm`."""
-    if norm > max_norm:
-        gradients = [local(p.grad) for _, p, _ in trained_parameters(chunks) if p.grad is not None]
-        torch._foreach_mul_(gradients, max_norm / norm)
+def clipping(norm: float, max_norm: float) -> float:
+    """Factor of every gradient: max_norm / norm where the norm of the whole gradient exceeds `max_norm` > 0, else 1."""
+    return max_norm / norm if 0 < max_norm < norm else 1.0

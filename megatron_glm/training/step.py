@@ -23,7 +23,7 @@ from megatron_glm.parallel.pipeline.p2p import Boundary, GroupTransport
 from megatron_glm.parallel.pipeline.runner import Runner
 from megatron_glm.parallel.pipeline.schedule import build_schedule
 from megatron_glm.training.initialize import current_device, pipeline_layout
-from megatron_glm.training.optimizer import clip_gradients, gradient_norm, gradient_squares, trained_parameters
+from megatron_glm.training.optimizer import AdamW, clipping, gradient_norm, gradient_squares, trained_parameters
 from megatron_glm.training.statistics import statistics
 
 
@@ -62,7 +62,7 @@ class StepResult:
 def train_step(
     chunks: Sequence[GLMChunk],
     batches: Sequence[PackedBatch],
-    optimizer: torch.optim.Optimizer,
+    optimizer: AdamW,
     groups: ParallelGroups,
     config: RunConfig,
     learning_rate: float,
@@ -96,11 +96,9 @@ def train_step(
         for router in routers:
             router.counts.zero_()
         return StepResult(mean_loss, grad_norm, counts, fault)
-    if config.optimizer.clip_grad > 0:
-        clip_gradients(chunks, grad_norm, config.optimizer.clip_grad)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    optimizer.step()
+    optimizer.step(clipping(grad_norm, config.optimizer.clip_grad))
     optimizer.zero_grad()
     router_counts = update_router_biases(routers, config.optimizer.moe_router_bias_update_rate)
     more = {}

@@ -1,4 +1,4 @@
-"""On CUDA: gradients made in fp32 in the product, and the loss by one pass over the logits, against plain torch."""
+"""On CUDA: fp32 gradients from the product, the loss by one pass over the logits, AdamW in one, against plain torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_glm.parallel.masters import WholeWeights, embedding, linear
+from megatron_glm.config import OptimizerConfig
+from megatron_glm.parallel.linear import replicated
+from megatron_glm.parallel.masters import WholeWeights, embedding, held_copy, linear
 from megatron_glm.parallel.vocab import VocabParallelHead
+from megatron_glm.training.optimizer import build_optimizer
 from tests.reference import single_groups
 
 pytestmark = pytest.mark.gpu
@@ -86,3 +89,33 @@ def test_loss_and_gradients(vocabulary, valid, chunk_size):
     assert loss.dtype == torch.float32 and abs(loss / expected - 1) < 2e-3
     assert error(hidden.grad, leaves[0].grad) < 1e-2 and error(head.weight.grad, leaves[1].grad) < 1e-2
     assert not hidden.grad[labels == -100].any() and not head.weight.grad[valid:].any()
+
+
+def test_the_optimizer_steps_as_torchs_and_renews_the_copies():
+    module = Uses(1000, 328)
+    masters = dict(module.named_parameters())
+    plain = {name: p.detach().clone().requires_grad_() for name, p in masters.items()}
+    module.shards = {name: replicated(tuple(p.shape), single_groups().tp) for name, p in masters.items()}
+    WholeWeights(module, set(), torch.bfloat16, keep=True)
+    config = OptimizerConfig(lr=1e-2, weight_decay=0.1, adam_beta2=0.95)
+    ours = build_optimizer([module], config)
+    matrices = [p for p in plain.values() if p.dim() > 1]
+    theirs = torch.optim.AdamW(
+        [{"params": matrices}, {"params": [plain["scale"]], "weight_decay": 0.0}],
+        lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95),
+    )  # fmt: skip
+    tokens = torch.randint(0, 50, (64,), device="cuda")
+    for _ in range(3):
+        module(tokens).square().sum().backward()
+        for name, parameter in plain.items():
+            parameter.grad = masters[name].grad * 0.3
+        ours.step(0.3)
+        theirs.step()
+        ours.zero_grad()
+        for name, master in masters.items():
+            torch.testing.assert_close(master, plain[name], rtol=1e-5, atol=1e-6)
+            assert torch.equal(held_copy(master), master.bfloat16()), name
+    fresh = Uses(1000, 328)
+    fresh.load_state_dict(module.state_dict())
+    with torch.no_grad():
+        assert torch.equal(module(tokens), fresh.bfloat16()(tokens)), "the next forward sees what the step has written"

@@ -77,9 +77,9 @@ class Recorder:
         self.optimizer, self.capture = optimizer, capture
         self.param_groups = optimizer.param_groups
 
-    def step(self) -> None:
+    def step(self, scale: float) -> None:
         self.capture()
-        self.optimizer.step()
+        self.optimizer.step(scale)
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()

@@ -81,8 +81,8 @@ class Recorder:
     def __init__(self, chunks) -> None:
         self.parameters = {name: p for chunk in chunks for name, p in chunk.named_parameters()}
 
-    def step(self) -> None:
-        self.grads = {n: local(p.grad).clone() for n, p in self.parameters.items() if p.grad is not None}
+    def step(self, scale: float) -> None:
+        self.grads = {n: local(p.grad) * scale for n, p in self.parameters.items() if p.grad is not None}
 
     def zero_grad(self) -> None:
         for parameter in self.parameters.values():
