@@ -38,12 +38,12 @@ FORMULA = (
 )
 # The first kind whose words a kernel's name holds; what holds none is elementwise.
 KINDS = {
+    "index": ("index_score", "indexer", "top_k", "mqa_logits"),  # before attention: cuDNN's are named after both
     "attention": ("sparse_attn", "flash", "fmha", "sdpa", "mla", "attention", "splitkv"),
-    "index": ("index_score", "indexer", "topk", "top_k", "radix", "mqa_logits"),
     "grouped GEMM": ("grouped", "group_gemm", "ptr_array", "ptrarray", "groupproblem"),
     "GEMM": ("gemm", "nvjet", "cutlass", "xmma", "wgmma"),
     "communication": ("nccl",),
-    "copies and casts": ("memcpy", "memset", "copy", "cat", "fill", "index_select", "gather", "scatter"),
+    "copies and casts": ("widened", "memcpy", "memset", "copy", "cat", "fill", "index_select", "gather", "scatter"),
 }
 
 

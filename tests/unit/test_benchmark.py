@@ -63,9 +63,17 @@ def test_kernels_by_kind():
         ("cudnn_sparse_attn_bwd", 8, 30),
         ("elementwise_add", 50, 60),
         ("Memcpy DtoD", 60, 61),
+        ("kernel_cutlass_sparse_attentionindexer_forward", 61, 63),
     ]
     found = by_kind([(name, 1e3 * start, 1e3 * end) for name, start, end in spans])
-    assert found == {"attention": 22.0, "GEMM": 10.0, "elementwise": 10.0, "copies and casts": 1.0, "idle": 20.0}
+    assert found == {
+        "attention": 22.0,
+        "GEMM": 10.0,
+        "elementwise": 10.0,
+        "index": 2.0,
+        "copies and casts": 1.0,
+        "idle": 20.0,
+    }
 
 
 def test_balanced_routing_chooses_each_expert_equally_often(monkeypatch: pytest.MonkeyPatch):
