@@ -318,11 +318,11 @@ def experts(chosen: list[str], tokens: list[int]) -> Iterator[dict]:
 
         def layer(x=x):
             ids, weights = router(x, None)
-            rows, counts, handle = dispatcher.dispatch(x, ids, weights)
-            return dispatcher.combine(bank(rows, counts), handle)
+            rows, row_weights, counts, handle = dispatcher.dispatch(x, ids, weights)
+            return dispatcher.combine(bank(rows, row_weights, counts), handle)
 
         ids, weights = router(x, None)
-        rows, counts, _ = dispatcher.dispatch(x, ids, weights)
+        rows, _, counts, _ = dispatcher.dispatch(x, ids, weights)
         ends = counts.cumsum(0).int()
         rows, hidden = rows.detach().requires_grad_(), normal(len(rows), config.moe_intermediate_size).requires_grad_()
         grads = normal(len(rows), 2 * config.moe_intermediate_size), normal(len(rows), config.hidden_size)
@@ -348,7 +348,7 @@ def _experts_in_fp32(x: Tensor, ids: Tensor, weights: Tensor, bank: Experts) -> 
         token, slot = (ids[: len(x)] == expert).nonzero(as_tuple=True)
         matrices = (m[expert : expert + 1].float() for m in (bank.gate_up, bank.down))
         count = torch.tensor([len(token)], device=x.device)
-        total.index_add_(0, token, grouped_mlp(x[token].float(), count, *matrices) * weights[token, slot, None])
+        total.index_add_(0, token, grouped_mlp(x[token].float(), weights[token, slot], count, *matrices))
     return total
 
 

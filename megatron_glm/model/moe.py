@@ -33,8 +33,8 @@ class Experts(nn.Module):
             offsets = (ep.rank() * local, 0, 0)
             self.shards[name] = ShardInfo(shape, offsets, replica_groups=(), sum_groups=(), expert=True)
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        return grouped_mlp(rows, counts, self.gate_up, self.down)
+    def forward(self, rows: Tensor, row_weights: Tensor, counts: Tensor) -> Tensor:
+        return grouped_mlp(rows, row_weights, counts, self.gate_up, self.down)
 
 
 class MoE(nn.Module):
@@ -53,6 +53,9 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
         """-> output [t/TP, D] and the expert ids [t/TP, K] int64 that were chosen (-1 for padding)."""
         ids, weights = self.gate(x, plan.valid)
-        rows, counts, handle = self.dispatcher.dispatch(x, ids, weights)
-        routed = self.dispatcher.combine(self.experts(rows, counts), handle)
-        return routed + self.shared_experts(x), ids
+        # Before the routed experts: a layer's recomputation ends with the last tensor that the backward needs, and is
+        # spared the experts' down projection and the way back if that tensor is theirs.
+        shared = self.shared_experts(x)
+        rows, row_weights, counts, handle = self.dispatcher.dispatch(x, ids, weights)
+        routed = self.dispatcher.combine(self.experts(rows, row_weights, counts), handle)
+        return routed + shared, ids

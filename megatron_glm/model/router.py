@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_glm.model_config import ModelConfig
-from megatron_glm.ops.routing import select_experts
+from megatron_glm.ops.routing import expert_weights, router_logits, select_experts
 from megatron_glm.parallel.collectives import sum_over
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.linear import replicated
@@ -39,15 +38,13 @@ class Router(nn.Module):
             ids [t/TP, K] int64, -1 for padding, and weights [t/TP, K] fp32.
         """
         config = self.config
-        score = torch.sigmoid(F.linear(x.float(), self.weight.float()))
-        choice = score.detach() + self.e_score_correction_bias
+        logits = router_logits(x, self.weight)
+        choice = torch.sigmoid(logits.detach()) + self.e_score_correction_bias
         ids = select_experts(choice, config.num_experts_per_tok, config.n_group, config.topk_group)
-        weights = score.gather(1, ids)
-        if config.norm_topk_prob:
-            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        weights = expert_weights(x, self.weight, logits, ids, config.norm_topk_prob, config.routed_scaling_factor)
         if valid is not None:
             ids = ids.masked_fill(~valid.unsqueeze(1), -1)
-        return ids, weights * config.routed_scaling_factor
+        return ids, weights
 
     def count(self, ids: Tensor) -> None:
         """Add a micro-batch's choices to the counts; -1 counts for nobody."""

@@ -1,9 +1,35 @@
-"""Choice of experts from the router's scores."""
+"""Logits of the router, choice of experts, and the weights of the chosen."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+
+def _fused():
+    from megatron_glm.ops.triton import router as fused  # needs Triton, which a CPU-only torch has not
+
+    return fused
+
+
+def _one_pass(x: Tensor, weight: Tensor) -> bool:
+    return x.is_cuda and x.dtype == weight.dtype == torch.bfloat16
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """x [t, D], weight [E, D] -> x @ weight.T [t, E] in fp32; products of bf16 numbers are exact there.
+
+    Differentiable, but on CUDA in bf16, where `expert_weights` carries the gradient: no fp32 copy of x is made or kept.
+    """
+    if _one_pass(x, weight):
+        return _product(x.detach(), weight.detach().t())
+    return F.linear(x.float(), weight.float())
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b of bf16 matrices in fp32."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
 @torch.library.custom_op("megatron_glm::select_experts", mutates_args=())
@@ -23,4 +49,40 @@ def select_experts(choice: Tensor, k: int, n_group: int, topk_group: int) -> Ten
         best = group_score.sort(dim=-1, descending=True, stable=True).indices[:, :topk_group]
         eligible = torch.zeros_like(group_score, dtype=torch.bool).scatter_(1, best, True)
         choice = grouped.masked_fill(~eligible.unsqueeze(-1), float("-inf")).flatten(1)
+    if choice.is_cuda and choice.dtype == torch.float32:
+        return _fused().best(choice, k)
     return choice.sort(dim=-1, descending=True, stable=True).indices[:, :k].contiguous()
+
+
+def expert_weights(x: Tensor, weight: Tensor, logits: Tensor, ids: Tensor, normalise: bool, scale: float) -> Tensor:
+    """The weights [t, K] fp32 of the chosen experts: sigmoid of their logits, over their sum if asked, times scale.
+
+    x [t, D], weight [E, D] and logits [t, E] are those of `router_logits`; ids [t, K] int64.
+    """
+    if _one_pass(x, weight):
+        return _ExpertWeights.apply(x, weight, logits, ids, normalise, scale)
+    weights = torch.sigmoid(logits).gather(1, ids)
+    if normalise:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return weights * scale
+
+
+class _ExpertWeights(torch.autograd.Function):
+    """Logits, sigmoid and normalisation as one node that keeps x, the weight and the chosen scores."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, logits: Tensor, ids: Tensor, normalise: bool, scale: float) -> Tensor:
+        scores, weights = _fused().expert_weights(logits, ids, normalise, scale)
+        ctx.save_for_backward(x, weight, ids, scores)
+        ctx.options = normalise, scale
+        return weights
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, weight, ids, scores = ctx.saved_tensors
+        experts = weight.shape[0]
+        # The fp32 gradient of the logits as two bf16 addends has 16 bits: both products run on tensor cores, and what
+        # they leave out is far below the rounding of their bf16 results.
+        split = _fused().split_gradient(grad, ids, scores, experts, *ctx.options)
+        grad_weight = _product(split.t(), x).view(2, experts, -1).sum(0)
+        return split @ torch.cat([weight, weight]), grad_weight.to(weight.dtype), None, None, None, None

@@ -1,60 +1,69 @@
-"""silu(gate) * up as one pass over memory forward and one backward, in Triton; imported on CUDA only."""
+"""The gated product of the feed-forwards: silu(gate) * up, for routed experts times the row's routing weight.
+
+On CUDA one pass over memory forward and one backward.
+"""
 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
+import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 1024
 
+def _fused():
+    from megatron_glm.ops.triton import swiglu as fused  # needs Triton, which a CPU-only torch has not
 
-@triton.jit
-def _forward(gate_up, out, width, block: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * block + tl.arange(0, block)
-    inside = column < width
-    gate = tl.load(gate_up + row * 2 * width + column, mask=inside).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * width + width + column, mask=inside).to(tl.float32)
-    tl.store(out + row * width + column, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _backward(grad, gate_up, grad_gate_up, width, block: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * block + tl.arange(0, block)
-    inside = column < width
-    gate_at = row * 2 * width + column
-    g = tl.load(grad + row * width + column, mask=inside).to(tl.float32)
-    gate = tl.load(gate_up + gate_at, mask=inside).to(tl.float32)
-    up = tl.load(gate_up + gate_at + width, mask=inside).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    grad_gate = g * up * sigmoid * (1 + gate * (1 - sigmoid))
-    kind = grad_gate_up.dtype.element_ty
-    tl.store(grad_gate_up + gate_at, grad_gate.to(kind), mask=inside)
-    tl.store(grad_gate_up + gate_at + width, (g * gate * sigmoid).to(kind), mask=inside)
+    return fused
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate_up: Tensor) -> Tensor:
-        gate_up = gate_up.contiguous()
-        ctx.save_for_backward(gate_up)
-        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-        out = gate_up.new_empty(rows, width)
-        _forward[(rows, triton.cdiv(width, BLOCK))](gate_up, out, width, BLOCK)
-        return out
+    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        return _fused().swiglu(gate, up)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        grads = torch.empty_like(gate), torch.empty_like(up)
+        _fused().swiglu_backward(grad.contiguous(), gate, up, *grads)
+        return grads
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up of [n, F] each; CUDA in bf16 computes in fp32 and rounds once."""
+    if gate.is_cuda and gate.dtype == torch.bfloat16:
+        return _SwiGLU.apply(gate, up)
+    return F.silu(gate) * up
+
+
+def weighted_swiglu(gate_up: Tensor, row_weights: Tensor) -> Tensor:
+    """gate_up [n, 2F], gate first, row_weights [n] fp32 -> row_weight * silu(gate) * up [n, F], rounded once.
+
+    Differentiable on the CPU; on CUDA outside autograd, `weighted_swiglu_backward` is its backward.
+    """
+    if gate_up.is_cuda:
+        return _fused().swiglu(*gate_up.chunk(2, dim=-1), row_weights)
+    return weighted_swiglu_torch(gate_up, row_weights)
+
+
+def weighted_swiglu_torch(gate_up: Tensor, row_weights: Tensor) -> Tensor:
+    """The definition of `weighted_swiglu`: in fp32 at least."""
+    gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=-1)
+    return (F.silu(gate) * up * row_weights[:, None]).to(gate_up.dtype)
+
+
+def weighted_swiglu_backward(grad: Tensor, gate_up: Tensor, row_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """grad [n, F], of which the caller has no more use -> gradients of gate_up and row_weights, and the product [n, F]
+    that the forward returned, which is computed again in the same pass instead of being kept.
+    """
+    if gate_up.is_cuda:
         grad_gate_up = torch.empty_like(gate_up)
-        rows, width = grad.shape
-        _backward[(rows, triton.cdiv(width, BLOCK))](grad.contiguous(), gate_up, grad_gate_up, width, BLOCK)
-        return grad_gate_up
-
-
-def swiglu(gate_up: Tensor) -> Tensor:
-    """gate_up [n, 2F], gate first, n > 0 -> silu(gate) * up [n, F], computed in fp32, rounded once."""
-    return _SwiGLU.apply(gate_up)
+        halves = *gate_up.chunk(2, dim=-1), row_weights, *grad_gate_up.chunk(2, dim=-1)
+        grad_weights = _fused().weighted_backward(grad, *halves)
+        return grad_gate_up, grad_weights, grad
+    with torch.enable_grad():
+        leaves = gate_up.detach().requires_grad_(), row_weights.detach().requires_grad_()
+        product = weighted_swiglu_torch(*leaves)
+    return *torch.autograd.grad(product, leaves, grad), product.detach()

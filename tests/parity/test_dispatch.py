@@ -56,9 +56,9 @@ def experts_and_probe(rows: int, dtype=torch.float32):
 def forward_backward(dispatcher, ids, x, weights, gate_up, down, probe):
     """Output and the gradients of x, weights, gate_up and down."""
     leaves = [leaf.clone().requires_grad_() for leaf in (x, weights, gate_up, down)]
-    rows, counts, handle = dispatcher.dispatch(leaves[0], ids, leaves[1])
-    assert counts.dtype == torch.int64 and counts.shape == (len(gate_up),)
-    y = dispatcher.combine(grouped_mlp(rows, counts, *leaves[2:]), handle)
+    rows, row_weights, counts, handle = dispatcher.dispatch(leaves[0], ids, leaves[1])
+    assert counts.dtype == torch.int64 and counts.shape == (len(gate_up),) and row_weights.shape == rows.shape[:1]
+    y = dispatcher.combine(grouped_mlp(rows, row_weights, counts, *leaves[2:]), handle)
     assert y.shape == x.shape and y.dtype == x.dtype
     return y.detach(), *torch.autograd.grad(y, leaves, probe)
 
@@ -89,9 +89,9 @@ def compare(name: str, groups: ParallelGroups, node: int | None, case: str) -> d
 def scaled(dispatcher, ids, x, weights, first_expert, probe):
     """Output and gradients of x and weights with experts that only multiply, so that equal sums are equal bits."""
     leaves = x.clone().requires_grad_(), weights.clone().requires_grad_()
-    rows, counts, handle = dispatcher.dispatch(leaves[0], ids, leaves[1])
+    rows, row_weights, counts, handle = dispatcher.dispatch(leaves[0], ids, leaves[1])
     factors = torch.arange(first_expert, first_expert + len(counts)) * 0.37 + 0.11
-    y = dispatcher.combine(rows * factors.repeat_interleave(counts)[:, None], handle)
+    y = dispatcher.combine(rows * (factors.repeat_interleave(counts) * row_weights)[:, None], handle)
     return y.detach(), *torch.autograd.grad(y, leaves, probe)
 
 

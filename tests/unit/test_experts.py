@@ -8,11 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_glm.config import ParallelConfig
+from megatron_glm.model.moe import MoE
+from megatron_glm.model.recompute import run_layer
 from megatron_glm.ops import experts
 from megatron_glm.ops.experts import grouped_mlp
 from megatron_glm.parallel.dispatch import make_dispatcher
 from megatron_glm.parallel.dispatch.local import LocalDispatcher
 from megatron_glm.parallel.dispatch.permute import RowMap, permute, unpermute
+from tests.reference import single_groups, small_config
 
 E, K, D, HIDDEN = 6, 3, 8, 5
 
@@ -46,10 +50,11 @@ def case(name, t=7, dtype=torch.float32):
 
 def run_local(ids, x, weights, gate_up, down, poison=0.0):
     dispatcher = LocalDispatcher(E)
-    rows, counts, handle = dispatcher.dispatch(x, ids, weights)
+    rows, row_weights, counts, handle = dispatcher.dispatch(x, ids, weights)
     tail = torch.arange(len(rows))[:, None] >= counts.sum()
-    rows.register_hook(lambda grad: torch.where(tail, poison, grad))  # as a grouped GEMM leaves it
-    out = grouped_mlp(rows, counts, gate_up, down)
+    for part, unused in ((rows, tail), (row_weights, tail[:, 0])):
+        part.register_hook(lambda grad, unused=unused: torch.where(unused, poison, grad))  # as a grouped GEMM leaves it
+    out = grouped_mlp(rows, row_weights, counts, gate_up, down)
     return dispatcher.combine(torch.where(tail, poison, out), handle), rows, counts
 
 
@@ -71,14 +76,19 @@ def test_local_experts_equal_the_plain_sum_in_value_and_every_gradient(name, t):
 def test_permute_and_unpermute_pass_gradcheck():
     ids, x, weights, *_ = case("padding", dtype=torch.float64)
     rows = RowMap.build(ids, E)
-    assert torch.autograd.gradcheck(lambda a, w: unpermute(permute(a, rows).sin(), w, rows), (x, weights))
+
+    def there_and_back(x, weights):
+        moved, row_weights = permute(x, weights, rows)
+        return unpermute(moved.sin() * row_weights[:, None], rows)
+
+    assert torch.autograd.gradcheck(there_and_back, (x, weights))
 
 
 def test_combine_sums_in_fp32_and_rounds_once():
     ids = torch.tensor([[0, 1, 2]])
     rows = RowMap.build(ids, E)
     source = torch.tensor([[256.0], [1.0], [-256.0]], dtype=torch.bfloat16)  # 256 + 1 is not a bf16
-    assert unpermute(source, torch.ones(1, 3), rows).item() == 1.0
+    assert unpermute(source, rows).item() == 1.0
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -88,22 +98,50 @@ def test_grouped_gemms_equal_the_reference_and_tail_rows_stay_where_they_are(tai
     counts = torch.tensor([3, 0, 9, 0, 1], device=device)
     n = int(counts.sum())
     leaves = [torch.randn(s, device=device, dtype=torch.bfloat16) for s in [(n + tail, 16), (5, 48, 16), (5, 16, 24)]]
-    leaves[0][n:] = float("nan")
+    leaves.insert(1, torch.rand(n + tail, device=device) + 0.5)
+    leaves[0][n:] = leaves[1][n:] = float("nan")
     results = []
     for function in (experts._grouped, experts._reference):
         inputs = [leaf.clone().requires_grad_() for leaf in leaves]
-        out = function(inputs[0], counts, *inputs[1:])[:n]
+        out = function(*inputs[:2], counts, *inputs[2:])[:n]
         out.float().square().sum().backward()
-        results.append([out, inputs[0].grad[:n], inputs[1].grad, inputs[2].grad])
+        results.append([out, *(leaf.grad[:n] for leaf in inputs[:2]), *(leaf.grad for leaf in inputs[2:])])
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got.float(), want.float(), rtol=3e-2, atol=3e-2 * want.float().abs().max().item())
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_recomputation_repeats_neither_the_down_projection_nor_the_way_back(monkeypatch, kernels):
+    """A layer's gradients with and without recomputation are equal, and what nobody needs again runs once."""
+    ran = []
+    config = small_config()
+    moe = MoE(config, single_groups(), ParallelConfig()).bfloat16()
+    for parameter in moe.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    moe.gate.e_score_correction_bias = torch.zeros(config.n_routed_experts)
+    combine, down = moe.dispatcher.combine, experts._Down.forward
+    monkeypatch.setattr(moe.dispatcher, "combine", lambda *args: ran.append("combine") or combine(*args))
+    if kernels:
+        monkeypatch.setattr("megatron_glm.model.moe.grouped_mlp", experts._grouped)
+        monkeypatch.setattr(experts._Down, "forward", lambda *args: ran.append("down") or down(*args))
+    x, gradients = torch.randn(9, config.hidden_size, dtype=torch.bfloat16), []
+    for granularity in ("none", "full"):
+        ran.clear()
+        moe.zero_grad()
+        inputs = x.clone().requires_grad_()
+        out, _ = run_layer(granularity, moe, inputs, SimpleNamespace(valid=None))
+        out.sum().backward()
+        assert ran == (["down"] if kernels else []) + ["combine"]
+        gradients.append([inputs.grad, *(parameter.grad for parameter in moe.parameters())])
+    assert all(map(torch.equal, *gradients))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_without_any_row_the_weights_still_get_a_zero_gradient(device):
     shapes = [(0, 8), (2, 32, 8), (2, 8, 16)]
     leaves = [torch.ones(s, device=device, dtype=torch.bfloat16, requires_grad=True) for s in shapes]
-    out = grouped_mlp(leaves[0], torch.zeros(2, dtype=torch.int64, device=device), *leaves[1:])
+    counts = torch.zeros(2, dtype=torch.int64, device=device)
+    out = grouped_mlp(leaves[0], leaves[0].new_zeros(0, dtype=torch.float32), counts, *leaves[1:])
     for leaf, grad in zip(leaves, torch.autograd.grad(out.sum(), leaves), strict=True):
         assert torch.equal(grad, torch.zeros_like(leaf))
 

@@ -9,7 +9,8 @@ from torch.distributed import ProcessGroup
 
 from megatron_glm.parallel.collectives import gather_rows, gather_values, scatter_sum_rows
 from megatron_glm.parallel.dispatch.hop import count, within
-from megatron_glm.parallel.dispatch.local import Dispatcher, LocalDispatcher, LocalHandle
+from megatron_glm.parallel.dispatch.local import Dispatcher, LocalDispatcher
+from megatron_glm.parallel.dispatch.permute import RowMap
 
 
 class AllGatherDispatcher(Dispatcher):
@@ -20,7 +21,7 @@ class AllGatherDispatcher(Dispatcher):
 
     def dispatch(
         self, x: Tensor, expert_ids: Tensor, weights: Tensor
-    ) -> tuple[Tensor, Tensor, tuple[int, LocalHandle]]:
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[int, RowMap]]:
         rank, t = self.ep.rank(), x.shape[0]
         slots = count(expert_ids // self.n_local, self.ep.size())
         table = gather_values(torch.cat([slots.new_tensor([t]), slots])[None], self.ep).cpu()
@@ -28,9 +29,9 @@ class AllGatherDispatcher(Dispatcher):
         x, weights = (gather_rows(F.pad(part, (0, 0, 0, padding)), self.ep) for part in (x, weights))
         expert_ids = gather_values(F.pad(expert_ids, (0, 0, 0, padding), value=-1), self.ep)
         expert_ids = within(expert_ids, rank * self.n_local, self.n_local)
-        rows, counts, handle = self.local.dispatch(x, expert_ids, weights, n=int(table[:, 1 + rank].sum()))
-        return rows, counts, (t, handle)
+        rows, row_weights, counts, handle = self.local.dispatch(x, expert_ids, weights, n=int(table[:, 1 + rank].sum()))
+        return rows, row_weights, counts, (t, handle)
 
-    def combine(self, rows: Tensor, handle: tuple[int, LocalHandle]) -> Tensor:
+    def combine(self, rows: Tensor, handle: tuple[int, RowMap]) -> Tensor:
         t, local = handle
         return scatter_sum_rows(self.local.combine(rows, local), self.ep)[:t]

@@ -10,12 +10,12 @@ from torch.distributed import ProcessGroup
 
 from megatron_glm.parallel.collectives import gather_values
 from megatron_glm.parallel.dispatch.hop import Hop, count, once, spread, sum_back, within
-from megatron_glm.parallel.dispatch.local import Dispatcher, LocalDispatcher, LocalHandle
+from megatron_glm.parallel.dispatch.local import Dispatcher, LocalDispatcher
 from megatron_glm.parallel.dispatch.permute import RowMap
 
 
 class AllToAllDispatcher(Dispatcher):
-    """A token goes once to each rank that owns some of its experts; that rank's weighted sum comes back."""
+    """A token goes once to each rank that owns some of its experts; the sum of that rank's shares comes back."""
 
     def __init__(self, n_local: int, ep: ProcessGroup) -> None:
         self.n_local, self.ep, self.local = n_local, ep, LocalDispatcher(n_local)
@@ -23,7 +23,7 @@ class AllToAllDispatcher(Dispatcher):
 
     def dispatch(
         self, x: Tensor, expert_ids: Tensor, weights: Tensor
-    ) -> tuple[Tensor, Tensor, tuple[Hop, LocalHandle]]:
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Hop, RowMap]]:
         rank, size = self.ep.rank(), self.ep.size()
         owner = expert_ids // self.n_local
         rows = RowMap.build(once(owner), size)
@@ -33,9 +33,9 @@ class AllToAllDispatcher(Dispatcher):
         hop = Hop(self.ep, rows.head(sum(send)), send, receive, "ep", self.bytes_sent)
         x, weights, expert_ids = spread(x, weights, expert_ids, hop)
         expert_ids = within(expert_ids, rank * self.n_local, self.n_local)
-        rows, counts, handle = self.local.dispatch(x, expert_ids, weights, n=int(slots[:, rank].sum()))
-        return rows, counts, (hop, handle)
+        rows, row_weights, counts, handle = self.local.dispatch(x, expert_ids, weights, n=int(slots[:, rank].sum()))
+        return rows, row_weights, counts, (hop, handle)
 
-    def combine(self, rows: Tensor, handle: tuple[Hop, LocalHandle]) -> Tensor:
+    def combine(self, rows: Tensor, handle: tuple[Hop, RowMap]) -> Tensor:
         hop, local = handle
         return sum_back(self.local.combine(rows, local), hop)

@@ -1,4 +1,4 @@
-"""The row movements of `permute.py` as one pass over the rows each, in Triton; imported on CUDA only."""
+"""The maps and row movements of `permute.py` in one pass over the rows each, in Triton; imported on CUDA only."""
 
 from __future__ import annotations
 
@@ -8,60 +8,111 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 2048  # elements of a row that a program holds at a time
+KEYS = 64  # keys that a program sorts among themselves, by comparing all pairs
+GROUPS = 64  # groups that it counts at a time
 
 
 @triton.jit
-def _sum_rows(source, position, weights, out, slots: tl.constexpr, dim, weighted: tl.constexpr, block: tl.constexpr):
+def _count_keys(key, table, total, groups, keys: tl.constexpr, at_a_time: tl.constexpr):
+    """table [groups, programs]: how often each group occurs among the keys of each program."""
+    block, blocks = tl.program_id(0), tl.num_programs(0)
+    index = block * keys + tl.arange(0, keys)
+    mine = tl.load(key + index, mask=index < total, other=-1)
+    for first in range(0, groups, at_a_time):
+        group = first + tl.arange(0, at_a_time)
+        found = tl.sum((mine[:, None] == group[None, :]).to(tl.int32), axis=0)
+        tl.store(table + group * blocks + block, found, mask=group < groups)
+
+
+@triton.jit
+def _place_keys(key, ends, position, counts, total, groups, keys: tl.constexpr, all_groups: tl.constexpr):
+    """ends: running sum over the flattened table, so that a program's keys of a group begin where the cell before ends.
+
+    Among themselves they keep their order.
+    """
+    block, blocks = tl.program_id(0), tl.num_programs(0)
+    lane = tl.arange(0, keys)
+    index = block * keys + lane
+    mine = tl.load(key + index, mask=index < total, other=-1)
+    other = tl.load(key + block * keys + lane[None, :], mask=block * keys + lane[None, :] < total, other=-1)
+    before = tl.sum(((mine[:, None] == other) & (lane[None, :] < lane[:, None])).to(tl.int32), axis=1)
+    cell = mine * blocks + block
+    start = tl.load(ends + cell - 1, mask=cell > 0, other=0)
+    tl.store(position + index, tl.where(mine >= 0, (start + before).to(tl.int64), -1), mask=index < total)
+    if block == 0:
+        group = tl.arange(0, all_groups)
+        end = tl.load(ends + (group + 1) * blocks - 1, mask=group < groups, other=0)
+        begin = tl.load(ends + group * blocks - 1, mask=(group > 0) & (group < groups), other=0)
+        tl.store(counts + group, (end - begin).to(tl.int64), mask=group < groups)
+
+
+@triton.jit
+def _copy_rows(
+    x, weights, position, out, row_weights, slots: tl.constexpr, dim, weighted: tl.constexpr, block: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < dim
+    value = tl.load(x + token * dim + column, mask=inside)
+    for k in tl.static_range(slots):
+        row = tl.load(position + token * slots + k)
+        tl.store(out + row * dim + column, value, mask=inside & (row >= 0))
+        if weighted:
+            weight = tl.load(weights + token * slots + k)
+            tl.store(row_weights + row, weight, mask=(row >= 0) & (tl.program_id(1) == 0))
+
+
+@triton.jit
+def _sum_rows(
+    source, row_weights, position, out, weights, slots: tl.constexpr, dim, weighted: tl.constexpr, block: tl.constexpr
+):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < dim
     total = tl.zeros((block,), tl.float32)
     for k in tl.static_range(slots):
         row = tl.load(position + token * slots + k)
-        term = tl.load(source + row * dim + column, mask=inside & (row >= 0), other=0.0).to(tl.float32)
-        if weighted:
-            term *= tl.load(weights + token * slots + k)
-        total += tl.where(row >= 0, term, 0.0)
+        total += tl.load(source + row * dim + column, mask=inside & (row >= 0), other=0.0).to(tl.float32)
     tl.store(out + token * dim + column, total.to(out.dtype.element_ty), mask=inside)
+    if weighted:
+        for k in tl.static_range(slots):  # after the sum, whose loads would wait for these stores
+            row = tl.load(position + token * slots + k)
+            weight = tl.load(row_weights + row, mask=row >= 0, other=0.0)
+            tl.store(weights + token * slots + k, weight, mask=tl.program_id(1) == 0)
 
 
-@triton.jit
-def _scatter_grad(grad, source, position, slot, weights, grad_source, grad_weights, slots, dim, block: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    place = tl.load(slot + row)
-    used = tl.load(position + place) >= 0
-    weight = tl.load(weights + place)
-    token = place // slots
-    inner = tl.zeros((block,), tl.float32)
-    for begin in range(0, dim, block):
-        column = begin + tl.arange(0, block)
-        inside = (column < dim) & used
-        g = tl.load(grad + token * dim + column, mask=inside, other=0.0).to(tl.float32)
-        inner += g * tl.load(source + row * dim + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(grad_source + row * dim + column, (g * weight).to(grad_source.dtype.element_ty), mask=column < dim)
-    tl.store(grad_weights + place, tl.sum(inner, axis=0))
+def place(key: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """key [t, S] int64 in [-1, groups) -> position [t, S] int64 (-1 = none) and counts [groups] int64 of a `RowMap`."""
+    key, total = key.contiguous(), key.numel()
+    position, counts = torch.empty_like(key), key.new_empty(groups)
+    if total == 0:
+        return position, counts.zero_()
+    blocks = triton.cdiv(total, KEYS)
+    table = key.new_empty(groups * blocks, dtype=torch.int32)
+    _count_keys[(blocks,)](key, table, total, groups, KEYS, GROUPS)
+    ends = table.cumsum(0, dtype=torch.int32)
+    _place_keys[(blocks,)](key, ends, position, counts, total, groups, KEYS, triton.next_power_of_2(groups))
+    return position, counts
 
 
-def sum_rows(source: Tensor, position: Tensor, weights: Tensor | None) -> Tensor:
-    """source [n, D], position [t, S] (-1 = none), weights [t, S] fp32 -> [t, D]; slot order, fp32, rounded once."""
+def copy_rows(x: Tensor, weights: Tensor | None, position: Tensor, size: int) -> tuple[Tensor, Tensor | None]:
+    """x [t, D], weights [t, S] fp32, position [t, S] (-1 = none) -> [size, D] and [size]; no other row is written."""
+    (tokens, slots), dim = position.shape, x.shape[1]
+    out, row_weights = x.new_empty(size, dim), None if weights is None else weights.new_empty(size)
+    if size:
+        grid, weighted = (tokens, triton.cdiv(dim, BLOCK)), weights is not None
+        given = (weights.contiguous(), row_weights) if weighted else (x, out)
+        _copy_rows[grid](x.contiguous(), given[0], position, out, given[1], slots, dim, weighted, BLOCK)
+    return out, row_weights
+
+
+def sum_rows(source: Tensor, row_weights: Tensor | None, position: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The transpose of `copy_rows`: [n, D], [n] -> [t, D], summed in slot order in fp32, rounded once, and [t, S]."""
     (tokens, slots), dim = position.shape, source.shape[1]
     out = source.new_empty(tokens, dim)
-    if out.numel():
-        grid = (tokens, triton.cdiv(dim, BLOCK))
-        weighted = weights is not None
-        given = weights.contiguous() if weighted else source
-        _sum_rows[grid](source.contiguous(), position, given, out, slots, dim, weighted, BLOCK)
-    return out
-
-
-def scatter_grad(
-    grad: Tensor, source: Tensor, weights: Tensor, position: Tensor, slot: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Gradients of `sum_rows` in source [n, D] and weights [t, S]; rows and slots that were not read get zero."""
-    grad_source, grad_weights = torch.empty_like(source), torch.zeros_like(weights)
-    if source.numel():
-        _scatter_grad[(source.shape[0],)](
-            grad.contiguous(), source, position, slot, weights, grad_source, grad_weights, position.shape[1],
-            source.shape[1], BLOCK,
-        )  # fmt: skip
-    return grad_source, grad_weights
+    weights = None if row_weights is None else row_weights.new_empty(tokens, slots)
+    if tokens:
+        grid, weighted = (tokens, triton.cdiv(dim, BLOCK)), weights is not None
+        given = (row_weights.contiguous(), weights) if weighted else (source, out)
+        _sum_rows[grid](source.contiguous(), given[0], position, out, given[1], slots, dim, weighted, BLOCK)
+    return out, weights

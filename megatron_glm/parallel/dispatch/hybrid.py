@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_glm.parallel.collectives import gather_values
 from megatron_glm.parallel.dispatch.hop import Hop, count, once, spread, sum_back, within
-from megatron_glm.parallel.dispatch.local import Dispatcher, LocalDispatcher, LocalHandle
+from megatron_glm.parallel.dispatch.local import Dispatcher, LocalDispatcher
 from megatron_glm.parallel.dispatch.permute import RowMap
 
 
@@ -28,7 +28,7 @@ class HybridDispatcher(Dispatcher):
 
     def dispatch(
         self, x: Tensor, expert_ids: Tensor, weights: Tensor
-    ) -> tuple[Tensor, Tensor, tuple[Hop, Hop, LocalHandle]]:
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Hop, Hop, RowMap]]:
         n_node = self.n_local * self.node.size()
         across = RowMap.build(once(expert_ids // n_node), self.inter.size())
         (send, receive), (send_inside, receive_inside), n = self._splits(expert_ids // self.n_local, across.counts)
@@ -42,8 +42,8 @@ class HybridDispatcher(Dispatcher):
         x, weights, expert_ids = spread(x, weights, expert_ids, inner)
         expert_ids = within(expert_ids, self.node.rank() * self.n_local, self.n_local)
 
-        rows, counts, handle = self.local.dispatch(x, expert_ids, weights, n)
-        return rows, counts, (outer, inner, handle)
+        rows, row_weights, counts, handle = self.local.dispatch(x, expert_ids, weights, n)
+        return rows, row_weights, counts, (outer, inner, handle)
 
     def _splits(self, owner: Tensor, crossing: Tensor) -> tuple[tuple, tuple, int]:
         """(send, receive) of both levels and the number of rows here, with one wait for the device.
@@ -61,6 +61,6 @@ class HybridDispatcher(Dispatcher):
         inside = tokens[:, index, here].sum(0).tolist(), tokens[:, :, here, index].sum(0).tolist()
         return across, inside, int(slots[:, :, here, index].sum())
 
-    def combine(self, rows: Tensor, handle: tuple[Hop, Hop, LocalHandle]) -> Tensor:
+    def combine(self, rows: Tensor, handle: tuple[Hop, Hop, RowMap]) -> Tensor:
         outer, inner, local = handle
         return sum_back(sum_back(self.local.combine(rows, local), inner), outer)
