@@ -18,6 +18,7 @@ from megatron_glm.model.plan import AttentionPlan
 from megatron_glm.model.router import Router
 from megatron_glm.ops import dense_mla, indexer, sparse_mla
 from megatron_glm.ops.experts import grouped_mlp
+from megatron_glm.ops.latent import count, put_rows
 from megatron_glm.parallel.dispatch.local import LocalDispatcher
 from megatron_glm.parallel.groups import ParallelGroups
 
@@ -280,22 +281,17 @@ def _backward(module: torch.nn.Module, grad: Tensor, *inputs: object) -> None:
 
 def _core(layer: MLA, plan: AttentionPlan, x: Tensor | None) -> Callable[[], None]:
     rows = plan.total if plan.local_rows is None else len(plan.local_rows)
-    shapes = (rows, HEADS, layer.nope), (rows, HEADS, layer.rope), (plan.total, WIDTH)
-    parts = [normal(*shape).requires_grad_() for shape in shapes]
+    q, kv = normal(rows, HEADS, layer.nope + layer.rope).requires_grad_(), normal(plan.total, WIDTH).requires_grad_()
     select = None
     if plan.sparse is not None and x is not None:
         select = partial(layer.indexer, x, normal(rows, layer.q_a_proj.weight.shape[0]), plan)
     elif plan.sparse is not None:
-        scored = len(plan.sparse.shard_rows)
+        scored = count(plan.sparse.shard_rows)
         select = partial(_select, plan, layer.backend, normal(scored, 32, 128), normal(plan.total, 128))
 
     def run():
-        outputs = []
-        if select is not None:
-            outputs.append(layer._attend_sparse(*parts, select(), plan))
-        if plan.dense is not None:
-            outputs.append(layer._attend_dense(*parts, plan))
-        torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
+        out = layer.attend(q, kv, None if select is None else select(), plan)
+        out.backward(torch.ones_like(out))
 
     return run
 
@@ -303,7 +299,9 @@ def _core(layer: MLA, plan: AttentionPlan, x: Tensor | None) -> Callable[[], Non
 def _select(plan: AttentionPlan, backend: str, iq: Tensor, ik: Tensor) -> Tensor:
     sparse, w = plan.sparse, iq[..., 0].float()
     chosen = indexer.index_topk(iq, ik, w, sparse.start, sparse.end, plan.slots, backend, sparse.segments)
-    return chosen.new_empty(len(plan.local_rows), plan.slots).index_copy_(0, sparse.shard_rows, chosen)
+    topk = chosen.new_empty(len(plan.local_rows), plan.slots)
+    put_rows(topk, sparse.shard_rows, chosen)
+    return topk
 
 
 def experts(chosen: list[str], tokens: list[int]) -> Iterator[dict]:

@@ -11,7 +11,8 @@ from megatron_glm.model.norm import LayerNorm
 from megatron_glm.model.plan import AttentionPlan
 from megatron_glm.model_config import ModelConfig
 from megatron_glm.ops.indexer import index_topk
-from megatron_glm.ops.rope import apply_rope
+from megatron_glm.ops.latent import count, put_rows
+from megatron_glm.ops.rope import rotate_
 from megatron_glm.parallel.collectives import gather_pack, gather_values
 from megatron_glm.parallel.linear import ReplicatedLinear
 
@@ -48,14 +49,27 @@ class Indexer(nn.Module):
         key = gather_pack(key, self.tp_cp, plan.order)
         query = self.wq_b(qr[rows]).view(-1, self.n_heads, self.head_dim)
         query = self._rotate(query, cos[rows], sin[rows])
-        # fp32, because a rounded head weight moves the selection. The scale of the scores is positive, so it passes
-        # through the relu and is folded in here.
-        weight = F.linear(x[rows].float(), self.weights_proj.weight.float()) * (self.n_heads * self.head_dim) ** -0.5
+        weight = self._head_weights(x[rows])
         ranges = plan.sparse.start, plan.sparse.end
         selected = index_topk(query, key, weight, *ranges, plan.slots, self.backend, plan.sparse.segments)
-        topk = selected.new_full((x.shape[0], plan.slots), -1).index_copy_(0, rows, selected)
-        return gather_values(topk, self.tp)
+        if count(rows) < x.shape[0]:
+            part, selected = selected, selected.new_full((x.shape[0], plan.slots), -1)
+            put_rows(selected, rows, part)
+        return gather_values(selected, self.tp)
+
+    def _head_weights(self, x: Tensor) -> Tensor:
+        """[n, Hi] fp32, because a rounded head weight moves the selection.
+
+        The scale of the scores is positive, so it passes through the relu and is folded in here.
+        """
+        weight = self.weights_proj.weight
+        if x.is_cuda and x.dtype == torch.bfloat16:  # the same products and sums without fp32 copies of the inputs
+            product = torch.mm(x, weight.t(), out_dtype=torch.float32)
+        else:
+            product = F.linear(x.float(), weight.float())
+        return product * (self.n_heads * self.head_dim) ** -0.5
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rope on the first dims of an index head (in MLA it is on the last)."""
-        return torch.cat((apply_rope(x[..., : self.rope_dim], cos, sin), x[..., self.rope_dim :]), dim=-1)
+        """Rope on the first dims of an index head (in MLA it is on the last), in place: x is a fresh projection."""
+        rotate_(x[..., : self.rope_dim], cos, sin)
+        return x

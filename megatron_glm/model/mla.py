@@ -14,6 +14,7 @@ from megatron_glm.model.norm import RMSNorm
 from megatron_glm.model.plan import AttentionPlan
 from megatron_glm.model_config import ModelConfig
 from megatron_glm.ops.dense_mla import dense_mla
+from megatron_glm.ops.latent import expanded_keys, outputs, queries
 from megatron_glm.ops.rope import apply_rope
 from megatron_glm.ops.sparse_mla import sparse_mla
 from megatron_glm.parallel.collectives import gather_pack, gather_rows
@@ -60,15 +61,7 @@ class MLA(nn.Module):
             topk = self.indexer(x, qr, plan)
         kv = self._latents(x, plan)
         q = self.q_b_proj(gather_rows(qr, self.groups.tp)).view(-1, self.heads, self.nope + self.rope)
-        q_nope, q_rope = q.split((self.nope, self.rope), dim=-1)
-        q_rope = apply_rope(q_rope, *plan.rope)
-
-        parts = []
-        if plan.dense is not None:
-            parts.append((plan.dense.rows, self._attend_dense(q_nope, q_rope, kv, plan)))
-        if plan.sparse is not None:
-            parts.append((plan.sparse.rows, self._attend_sparse(q_nope, q_rope, kv, topk, plan)))
-        return self.o_proj(_put_rows(q.shape[0], parts).flatten(1)), topk
+        return self.o_proj(self.attend(q, kv, topk, plan).flatten(1)), topk
 
     def _latents(self, x: Tensor, plan: AttentionPlan) -> Tensor:
         """Keys of the whole pack, `[c | k_rope]` [T, C+R] in pack order."""
@@ -76,39 +69,20 @@ class MLA(nn.Module):
         kv = torch.cat((self.kv_a_layernorm(c), apply_rope(k_rope, *plan.shard_rope)), dim=-1)
         return gather_pack(kv, self.groups.tp_cp, plan.order)
 
-    def _attend_dense(self, q_nope: Tensor, q_rope: Tensor, kv: Tensor, plan: AttentionPlan) -> Tensor:
-        """Non-absorbed: keys and values are expanded for each head. -> [dense rows, h, V]"""
-        rows = plan.dense.rows
-        q = torch.cat((_take_rows(q_nope, rows), _take_rows(q_rope, rows)), dim=-1)
-        c, k_rope = _take_rows(kv, plan.dense.keys).split((self.latent, self.rope), dim=-1)
-        k_nope, v = (
-            self.kv_b_proj(c).view(-1, self.heads, self.nope + self.value).split((self.nope, self.value), dim=-1)
-        )
-        k = torch.cat((k_nope, k_rope.unsqueeze(1).expand(-1, self.heads, -1)), dim=-1)
-        return dense_mla(q, k, v.contiguous(), plan.dense.segments, self.scale, self.backend)[0]
+    def attend(self, q: Tensor, kv: Tensor, topk: Tensor | None, plan: AttentionPlan) -> Tensor:
+        """Queries [t, h, N+R] as projected, latents [T, C+R], selection [t, K] -> [t, h, V].
 
-    def _attend_sparse(self, q_nope: Tensor, q_rope: Tensor, kv: Tensor, topk: Tensor, plan: AttentionPlan) -> Tensor:
-        """Absorbed: queries go into the latent space, where all heads share one key. -> [sparse rows, h, V]"""
-        rows = plan.sparse.rows
-        weight = self.kv_b_proj.weight.view(self.heads, self.nope + self.value, self.latent)
-        to_key, to_value = weight.split((self.nope, self.value), dim=1)
-        q_latent = torch.einsum("thn,hnc->thc", _take_rows(q_nope, rows), to_key)
-        q = torch.cat((q_latent, _take_rows(q_rope, rows)), dim=-1)
-        out, _ = sparse_mla(q, kv, _take_rows(topk, rows), plan.sparse.length, self.latent, self.scale, self.backend)
-        return torch.einsum("thc,hvc->thv", out, to_value)
-
-
-def _take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """x[rows], without a copy where the plan's rows, which rise, are all rows of x."""
-    return x if rows.numel() == x.shape[0] else x[rows]
-
-
-def _put_rows(total: int, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """[total, ...] of (rows, values) that share no row; zero in rows of none. One part of all rows is no copy."""
-    rows, values = parts[0]
-    if len(parts) == 1 and rows.numel() == total:
-        return values
-    out = values.new_zeros(total, *values.shape[1:])
-    for rows, values in parts:
-        out = out.index_copy(0, rows, values)
-    return out
+        Dense rows expand keys and values for each head; sparse rows take the query into the latent space.
+        """
+        dense, sparse, weight = plan.dense, plan.sparse, self.kv_b_proj.weight
+        to_key = to_value = out_dense = out_sparse = None
+        if sparse is not None:
+            to_key, to_value = weight.view(self.heads, -1, self.latent).split((self.nope, self.value), dim=1)
+        q_dense, q_sparse = queries(q, plan.rope, plan.rows, to_key)
+        if dense is not None:
+            k, v = expanded_keys(kv, weight, dense.keys, self.heads, self.nope)
+            out_dense, _ = dense_mla(q_dense, k, v, dense.segments, self.scale, self.backend)
+        if sparse is not None:
+            idx = topk[sparse.rows]
+            out_sparse, _ = sparse_mla(q_sparse, kv, idx, sparse.length, self.latent, self.scale, self.backend)
+        return outputs(q.shape[0], plan.rows, out_dense, out_sparse, to_value)

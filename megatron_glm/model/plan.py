@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
 from megatron_glm.model_config import ModelConfig
 from megatron_glm.ops.indexer import key_segments
+from megatron_glm.ops.latent import Forms, Rows
 from megatron_glm.ops.rope import rope_tables
 from megatron_glm.parallel.collectives import PackOrder
 from megatron_glm.parallel.context import pack_order, zigzag_ranges, zigzag_rows
@@ -19,8 +21,8 @@ from megatron_glm.parallel.context import pack_order, zigzag_ranges, zigzag_rows
 class DenseRows:
     """The local rows that run as dense causal attention, and the keys that they see."""
 
-    rows: Tensor  # int64 [n], local rows
-    keys: Tensor  # int64 [m], pack positions
+    rows: Rows  # [n], local rows
+    keys: Rows  # [m], pack positions
     segments: list[int]  # (row begin, row end, key begin, key end) in `rows` and `keys`, flattened
 
 
@@ -28,9 +30,9 @@ class DenseRows:
 class SparseRows:
     """The local rows that attend to a selection of keys."""
 
-    rows: Tensor  # int64 [n], local rows
+    rows: Rows  # [n], local rows
     length: Tensor  # int32 [n], keys that each of them selects
-    shard_rows: Tensor  # int64 [m], those of the sequence shard, counted within the shard
+    shard_rows: Rows  # [m], those of the sequence shard, counted within the shard
     start: Tensor  # int32 [m], their range of pack positions
     end: Tensor  # int32 [m]
     segments: list[int]  # the same ranges on the host, as `ops.indexer.key_segments` describes them
@@ -54,10 +56,15 @@ class AttentionPlan:
     dense: DenseRows | None
     sparse: SparseRows | None
 
-    @property
+    @cached_property
     def shard_rope(self) -> tuple[Tensor, Tensor]:
         cos, sin = self.rope
         return cos[self.shard], sin[self.shard]
+
+    @property
+    def rows(self) -> Forms:
+        """The local rows that attend to expanded keys and those that attend absorbed."""
+        return self.dense and self.dense.rows, self.sparse and self.sparse.rows
 
     def local(self, x: Tensor) -> Tensor:
         """The rows of a pack [T, ...] that this context-parallel rank holds: [t, ...]."""
@@ -92,29 +99,27 @@ class AttentionPlan:
         if sum(doc_lengths) > total:
             raise ValueError(f"documents of {sum(doc_lengths)} tokens in a pack of {total}")
         start, position, valid = _describe(doc_lengths, total)
-        dense = valid & (position < config.index_topk) if dense_rows == "auto" else torch.zeros_like(valid)
-        sparse = valid & ~dense
-
-        rows = zigzag_rows(total, cp_rank, cp_size)
-        shard_size = rows.numel() // tp_size
-        shard = slice(tp_rank * shard_size, (tp_rank + 1) * shard_size)
-        order = pack_order(total, cp_size)
-        has_sparse = has_sparse_rows(config, doc_lengths, dense_rows)
         ranges = zigzag_ranges(total, cp_rank, cp_size)
-        cos, sin = rope_tables(position[rows].to(device), config.qk_rope_head_dim, config.rope_theta)
-        shard_valid = valid[rows][shard]
+        shard_size = total // (cp_size * tp_size)
+        shard = slice(tp_rank * shard_size, (tp_rank + 1) * shard_size)
+        dense = sparse = None
+        if dense_rows == "auto" and any(doc_lengths):
+            dense = _dense_rows(doc_lengths, ranges, config.index_topk, device)
+        start, position, local_valid = (torch.cat([x[slice(*r)] for r in ranges]) for x in (start, position, valid))
+        if has_sparse_rows(config, doc_lengths, dense_rows):
+            chosen = local_valid & (position >= config.index_topk) if dense_rows == "auto" else local_valid
+            sparse = _sparse_rows(chosen, start, position, shard, config.index_topk, device)
+        order = pack_order(total, cp_size)
         return cls(
             total=total,
             slots=min(config.index_topk, total),
-            local_rows=None if cp_size == 1 else rows.to(device),
-            order=None if order is None else PackOrder(*(x.to(device) for x in order)),
+            local_rows=None if cp_size == 1 else _upload(zigzag_rows(total, cp_rank, cp_size), device),
+            order=None if order is None else PackOrder(*_upload(torch.stack(order), device)),
             shard=shard,
-            rope=(cos, sin),
-            valid=None if bool(valid.all()) else shard_valid.to(device),
-            dense=_dense_rows(doc_lengths, ranges, config.index_topk, device) if dense.any() else None,
-            sparse=_sparse_rows(sparse[rows], start[rows], position[rows], shard, config.index_topk, device)
-            if has_sparse
-            else None,
+            rope=_rope(position, max(doc_lengths, default=0), config, device),
+            valid=None if sum(doc_lengths) == total else _upload(local_valid[shard], device),
+            dense=dense,
+            sparse=sparse,
         )
 
 
@@ -146,6 +151,33 @@ def _describe(doc_lengths: tuple[int, ...], total: int) -> tuple[Tensor, Tensor,
     return start, position, valid
 
 
+def _rope(position: Tensor, longest: int, config: ModelConfig, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """cos, sin [t, R/2] of positions [t] < longest, or 0."""
+    length = 1 << (longest - 1).bit_length() if longest else 1  # few lengths, so that few tables are ever made
+    table = _rope_table(length, config.qk_rope_head_dim, config.rope_theta, torch.device(device))
+    at = _rows(position, device)
+    return table[0][at], table[1][at]
+
+
+@lru_cache(maxsize=4)
+def _rope_table(length: int, dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Kept, because cosines are most of a plan's time."""
+    return rope_tables(torch.arange(length, device=device), dim, theta)
+
+
+def _rows(index: Tensor, device: torch.device | str) -> Rows:
+    """int64 [n] on the host as a slice, if it is one run, or on the device."""
+    if bool((index.diff() == 1).all()):
+        first = int(index[0]) if len(index) else 0
+        return slice(first, first + len(index))
+    return _upload(index, device)
+
+
+def _upload(x: Tensor, device: torch.device | str) -> Tensor:
+    """Through pinned memory to CUDA: a copy from other memory waits for all that the device has been given."""
+    return x.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else x.to(device)
+
+
 def _sparse_rows(
     sparse: Tensor, start: Tensor, position: Tensor, shard: slice, index_topk: int, device: torch.device | str
 ) -> SparseRows:
@@ -154,11 +186,11 @@ def _sparse_rows(
     first = start[shard][shard_rows]
     last = first + position[shard][shard_rows] + 1
     return SparseRows(
-        rows=rows.to(device),
-        length=(position[rows] + 1).clamp(max=index_topk).int().to(device),
-        shard_rows=shard_rows.to(device),
-        start=first.int().to(device),
-        end=last.int().to(device),
+        rows=_rows(rows, device),
+        length=_upload((position[rows] + 1).clamp(max=index_topk).int(), device),
+        shard_rows=_rows(shard_rows, device),
+        start=_upload(first.int(), device),
+        end=_upload(last.int(), device),
         segments=key_segments(first, last),
     )
 
@@ -179,7 +211,7 @@ def _dense_rows(
         n_keys += seen
         doc_begin += length
     empty = torch.empty(0, dtype=torch.int64)
-    return DenseRows(torch.cat([empty, *rows]).to(device), torch.cat([empty, *keys]).to(device), segments)
+    return DenseRows(_rows(torch.cat([empty, *rows]), device), _rows(torch.cat([empty, *keys]), device), segments)
 
 
 def _overlaps(ranges: tuple[tuple[int, int], ...], begin: int, end: int) -> Iterator[tuple[int, int, int]]:

@@ -14,7 +14,25 @@ def rope_tables(position: Tensor, dim: int, theta: float) -> tuple[Tensor, Tenso
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [t, ..., R] by cos, sin [t, R/2]; computed in fp32, returned in x's dtype."""
+    """Rotate x [t, R] or [t, h, R] by cos, sin [t, R/2]; computed in fp32, returned in x's dtype."""
+    if x.is_cuda:
+        from megatron_glm.ops.triton import rope  # needs Triton, which a CPU-only torch has not
+
+        return rope.apply_rope(x, cos, sin)
+    return _rotated(x, cos, sin)
+
+
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """`apply_rope` in place, outside autograd."""
+    if x.is_cuda:
+        from megatron_glm.ops.triton import rope
+
+        rope.rotate_(x, cos, sin)
+    else:
+        x.copy_(_rotated(x, cos, sin))
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     shape = (cos.shape[0], *(1,) * (x.dim() - 2), cos.shape[1])
     cos, sin = cos.view(shape), sin.view(shape)
     even, odd = x[..., 0::2].float(), x[..., 1::2].float()

@@ -126,17 +126,17 @@ class Mutations:
             shape = (cos.shape[0], *(1,) * (x.dim() - 2), cos.shape[1])
             cos, sin = cos.view(shape), sin.view(shape)
             first, second = x.chunk(2, dim=-1)
-            return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+            x.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
 
-        monkeypatch.setattr("megatron_glm.model.indexer.apply_rope", rotate_halves)
+        monkeypatch.setattr("megatron_glm.model.indexer.rotate_", rotate_halves)
 
     @staticmethod
     def rope_on_the_last_dims_of_the_indexer(monkeypatch, chunk):
-        from megatron_glm.model.indexer import Indexer, apply_rope
+        from megatron_glm.model.indexer import Indexer, rotate_
 
         def rotate_last(self, x, cos, sin):
-            plain = x.shape[-1] - self.rope_dim
-            return torch.cat((x[..., :plain], apply_rope(x[..., plain:], cos, sin)), dim=-1)
+            rotate_(x[..., x.shape[-1] - self.rope_dim :], cos, sin)
+            return x
 
         monkeypatch.setattr(Indexer, "_rotate", rotate_last)
 

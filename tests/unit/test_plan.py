@@ -42,16 +42,21 @@ def plans(doc_lengths, cp, tp=1, **options):
             yield cp_rank, AttentionPlan.build(CONFIG, doc_lengths, TOTAL, **ranks, **options)
 
 
+def listed(rows):
+    """Rows of a plan as numbers."""
+    return list(range(rows.start, rows.stop)) if isinstance(rows, slice) else rows.tolist()
+
+
 def dense_key_ranges(plan):
     """Local row -> the pack positions of its keys, as the dense kernel reads the segments."""
-    seen = {}
+    rows, keys, seen = listed(plan.dense.rows), listed(plan.dense.keys), {}
     for i in range(0, len(plan.dense.segments), 4):
         row_begin, row_end, key_begin, key_end = plan.dense.segments[i : i + 4]
         for row in range(row_begin, row_end):
-            local = plan.dense.rows[row].item()
+            local = rows[row]
             assert local not in seen
-            seen[local] = plan.dense.keys[key_begin : key_end - (row_end - 1 - row)].tolist()
-    assert len(seen) == plan.dense.rows.numel()
+            seen[local] = keys[key_begin : key_end - (row_end - 1 - row)]
+    assert len(seen) == len(rows)
     return seen
 
 
@@ -66,12 +71,12 @@ def test_every_row_sees_exactly_its_keys(pack, cp, tp):
         if plan.valid is not None:
             assert plan.valid.tolist() == [expected[row] is not None for row in shard]
         if plan.sparse is not None:
-            rows = plan.sparse.shard_rows.tolist()
+            rows = listed(plan.sparse.shard_rows)
             ends = zip(plan.sparse.start.tolist(), plan.sparse.end.tolist(), strict=True)
             ranges += [(shard[row], key_range) for row, key_range in zip(rows, ends, strict=True)]
             if plan.shard.start == 0:
-                sparse += [local[row] for row in plan.sparse.rows.tolist()]
-                assert plan.sparse.length.tolist() == [K] * plan.sparse.rows.numel()
+                sparse += [local[row] for row in listed(plan.sparse.rows)]
+                assert plan.sparse.length.tolist() == [K] * len(listed(plan.sparse.rows))
         if plan.dense is not None and plan.shard.start == 0:
             for row, keys in dense_key_ranges(plan).items():
                 begin, position = expected[local[row]]
@@ -88,7 +93,7 @@ def test_without_dense_rows_every_row_is_sparse(pack):
     expected = [fact for fact in facts(PACKS[pack]) if fact is not None]
     ((_, plan),) = plans(PACKS[pack], 1, dense_rows="off")
     assert plan.dense is None
-    assert plan.sparse.rows.tolist() == list(range(len(expected)))
+    assert plan.sparse.rows == slice(0, len(expected))
     assert plan.sparse.length.tolist() == [min(position + 1, K) for _, position in expected]
     assert plan.sparse.start.tolist() == [begin for begin, _ in expected]
 
@@ -100,9 +105,17 @@ def test_all_ranks_take_the_same_path_through_the_collectives():
         assert [(plan.dense is not None, plan.sparse is not None) for plan in found] == [(has_dense, has_sparse)] * 4
         assert not found[3].valid.any()
         if has_dense:
-            assert found[3].dense.rows.numel() == found[3].dense.keys.numel() == len(found[3].dense.segments) == 0
+            assert found[3].dense.rows == found[3].dense.keys == slice(0, 0) and not found[3].dense.segments
         if has_sparse:
-            assert found[3].sparse.rows.numel() == found[3].sparse.shard_rows.numel() == 0
+            assert found[3].sparse.rows == found[3].sparse.shard_rows == slice(0, 0)
+
+
+def test_rows_that_follow_each_other_are_a_slice():
+    ((_, one),), ((_, two),) = plans((TOTAL,), 1), plans((30, 34), 1)
+    assert (one.dense.rows, one.dense.keys) == (slice(0, K), slice(0, K))
+    assert one.sparse.rows == one.sparse.shard_rows == slice(K, TOTAL)
+    assert two.rows[0].tolist() == [*range(K), *range(30, 30 + K)]
+    assert two.rows[1].tolist() == [*range(K, 30), *range(30 + K, TOTAL)]
 
 
 def test_a_selection_is_no_wider_than_the_pack():
@@ -161,7 +174,7 @@ def test_tensors_are_on_the_device_that_was_asked_for():
             for field in fields(value):
                 yield from tensors(getattr(value, field.name))
 
-    found = list(tensors(AttentionPlan.build(CONFIG, (20, 5), TOTAL, cp_size=2, device="meta")))
+    found = list(tensors(AttentionPlan.build(CONFIG, (12, 13, 30), TOTAL, cp_size=2, device="meta")))
     assert len(found) == 13 and all(tensor.is_meta for tensor in found)
 
 

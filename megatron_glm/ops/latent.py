@@ -1,0 +1,106 @@
+"""What stands around the two attention ops of MLA: queries, expanded keys and outputs.
+
+A row attends in one of two forms: *expanded*, where each head has keys and values of its own (dense rows), or
+*absorbed*, where the query goes into the latent space and all heads share one key (sparse rows). h = heads of this
+rank; C latent, R rope, N = qk_nope, V = v_head_dim. `to_key` [h, N, C] and `to_value` [h, V, C] are the parts of
+kv_b_proj's weight.
+
+In bf16 on CUDA these are few passes over memory (`ops/triton/latent.py`); the code here runs in every other case and
+says what they compute.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_glm.ops.rope import apply_rope
+
+Rows = slice | Tensor  # rows that rise: one run of them, or int64 [n] on the device
+Forms = tuple[Rows | None, Rows | None]  # the rows of the expanded and of the absorbed form; None = it is not used
+
+
+def count(rows: Rows | None) -> int:
+    if rows is None:
+        return 0
+    return rows.stop - rows.start if isinstance(rows, slice) else rows.numel()
+
+
+def put_rows(target: Tensor, rows: Rows, values: Tensor) -> None:
+    """target[rows] = values, outside autograd."""
+    if isinstance(rows, slice):
+        target[rows].copy_(values)
+    else:
+        target.index_copy_(0, rows, values)
+
+
+def queries(
+    q: Tensor, rope: tuple[Tensor, Tensor], rows: Forms, to_key: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Queries of the rows of each form.
+
+    Args:
+        q: [t, h, N+R] projected queries; rope: cos, sin [t, R/2]; to_key: None without absorbed rows.
+    Returns:
+        expanded [n, h, N+R], whose last R dims are rotated; absorbed [m, h, C+R], whose first C are q_nope @ to_key.
+    """
+    if _fused(q):
+        from megatron_glm.ops.triton import latent  # needs Triton, which a CPU-only torch has not
+
+        return latent.queries(q, rope, rows, to_key)
+    width = 2 * rope[0].shape[1]
+    q_nope, q_rope = q.split((q.shape[2] - width, width), dim=-1)
+    q_rope = apply_rope(q_rope, *rope)
+    expanded = absorbed = None
+    if rows[0] is not None:
+        expanded = torch.cat((q_nope[rows[0]], q_rope[rows[0]]), dim=-1)
+    if rows[1] is not None:
+        q_latent = torch.einsum("thn,hnc->thc", q_nope[rows[1]], to_key)
+        absorbed = torch.cat((q_latent, q_rope[rows[1]]), dim=-1)
+    return expanded, absorbed
+
+
+def expanded_keys(kv: Tensor, weight: Tensor, rows: Rows, heads: int, nope: int) -> tuple[Tensor, Tensor]:
+    """Keys [n, h, N+R] and values [n, h, V] of rows of the latents kv [T, C+R]; weight [h * (N+V), C] of kv_b_proj."""
+    if _fused(kv):
+        from megatron_glm.ops.triton import latent
+
+        return latent.expanded_keys(kv, weight, rows, heads, nope)
+    latent = weight.shape[1]
+    c, k_rope = kv[rows].split((latent, kv.shape[1] - latent), dim=-1)
+    both = F.linear(c, weight).view(-1, heads, weight.shape[0] // heads)
+    k_nope, v = both.split((nope, both.shape[2] - nope), dim=-1)
+    return torch.cat((k_nope, k_rope.unsqueeze(1).expand(-1, heads, -1)), dim=-1), v.contiguous()
+
+
+def outputs(
+    total: int, rows: Forms, expanded: Tensor | None, absorbed: Tensor | None, to_value: Tensor | None
+) -> Tensor:
+    """[total, h, V] of all rows from the outputs of each form; zero in rows of neither.
+
+    Args:
+        expanded: [n, h, V]; absorbed: [m, h, C], still in the latent space.
+    """
+    if absorbed is None and count(rows[0]) == total:
+        return expanded
+    if _fused(expanded if absorbed is None else absorbed):
+        from megatron_glm.ops.triton import latent
+
+        return latent.outputs(total, rows, expanded, absorbed, to_value)
+    parts = [] if expanded is None else [(rows[0], expanded)]
+    if absorbed is not None:
+        parts.append((rows[1], torch.einsum("thc,hvc->thv", absorbed, to_value)))
+    if len(parts) == 1 and count(parts[0][0]) == total:
+        return parts[0][1]
+    out = parts[0][1].new_zeros(total, *parts[0][1].shape[1:])
+    for at, values in parts:
+        if isinstance(at, slice):
+            out = out.slice_scatter(values, 0, at.start, at.stop)
+        else:
+            out = out.index_copy(0, at, values)
+    return out
+
+
+def _fused(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype == torch.bfloat16
