@@ -14,6 +14,7 @@ from megatron_glm.model.norm import RMSNorm
 from megatron_glm.model.plan import AttentionPlan
 from megatron_glm.model_config import ModelConfig
 from megatron_glm.ops.dense_mla import dense_mla
+from megatron_glm.ops.kept import decided_once, kept_products
 from megatron_glm.ops.rope import apply_rope
 from megatron_glm.ops.sparse_mla import sparse_mla
 from megatron_glm.parallel.collectives import gather_pack, gather_rows
@@ -55,9 +56,11 @@ class MLA(nn.Module):
         Returns:
             [t/TP, D] and the selection in force after this layer. Rows of padding give zero.
         """
-        qr = self.q_a_layernorm(self.q_a_proj(x))
+        with kept_products():
+            qr = self.q_a_proj(x)
+        qr = self.q_a_layernorm(qr)
         if self.indexer is not None and plan.sparse is not None:
-            topk = self.indexer(x, qr, plan)
+            topk = decided_once(lambda: self.indexer(x, qr, plan))
         kv = self._latents(x, plan)
         q = self.q_b_proj(gather_rows(qr, self.groups.tp)).view(-1, self.heads, self.nope + self.rope)
         q_nope, q_rope = q.split((self.nope, self.rope), dim=-1)
@@ -68,11 +71,15 @@ class MLA(nn.Module):
             parts.append((plan.dense.rows, self._attend_dense(q_nope, q_rope, kv, plan)))
         if plan.sparse is not None:
             parts.append((plan.sparse.rows, self._attend_sparse(q_nope, q_rope, kv, topk, plan)))
-        return self.o_proj(_put_rows(q.shape[0], parts).flatten(1)), topk
+        out = _put_rows(q.shape[0], parts).flatten(1)
+        with kept_products():
+            return self.o_proj(out), topk
 
     def _latents(self, x: Tensor, plan: AttentionPlan) -> Tensor:
         """Keys of the whole pack, `[c | k_rope]` [T, C+R] in pack order."""
-        c, k_rope = self.kv_a_proj_with_mqa(x).split((self.latent, self.rope), dim=-1)
+        with kept_products():
+            kv = self.kv_a_proj_with_mqa(x)
+        c, k_rope = kv.split((self.latent, self.rope), dim=-1)
         kv = torch.cat((self.kv_a_layernorm(c), apply_rope(k_rope, *plan.shard_rope)), dim=-1)
         return gather_pack(kv, self.groups.tp_cp, plan.order)
 
@@ -85,7 +92,8 @@ class MLA(nn.Module):
             self.kv_b_proj(c).view(-1, self.heads, self.nope + self.value).split((self.nope, self.value), dim=-1)
         )
         k = torch.cat((k_nope, k_rope.unsqueeze(1).expand(-1, self.heads, -1)), dim=-1)
-        return dense_mla(q, k, v.contiguous(), plan.dense.segments, self.scale, self.backend)[0]
+        with kept_products():
+            return dense_mla(q, k, v.contiguous(), plan.dense.segments, self.scale, self.backend)[0]
 
     def _attend_sparse(self, q_nope: Tensor, q_rope: Tensor, kv: Tensor, topk: Tensor, plan: AttentionPlan) -> Tensor:
         """Absorbed: queries go into the latent space, where all heads share one key. -> [sparse rows, h, V]"""
@@ -94,7 +102,9 @@ class MLA(nn.Module):
         to_key, to_value = weight.split((self.nope, self.value), dim=1)
         q_latent = torch.einsum("thn,hnc->thc", _take_rows(q_nope, rows), to_key)
         q = torch.cat((q_latent, _take_rows(q_rope, rows)), dim=-1)
-        out, _ = sparse_mla(q, kv, _take_rows(topk, rows), plan.sparse.length, self.latent, self.scale, self.backend)
+        idx = _take_rows(topk, rows)
+        with kept_products():
+            out, _ = sparse_mla(q, kv, idx, plan.sparse.length, self.latent, self.scale, self.backend)
         return torch.einsum("thc,hvc->thv", out, to_value)
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_glm.model_config import ModelConfig
+from megatron_glm.ops.kept import decided_once
 from megatron_glm.ops.routing import select_experts
 from megatron_glm.parallel.collectives import sum_over
 from megatron_glm.parallel.groups import ParallelGroups
@@ -41,7 +42,8 @@ class Router(nn.Module):
         config = self.config
         score = torch.sigmoid(F.linear(x.float(), self.weight.float()))
         choice = score.detach() + self.e_score_correction_bias
-        ids = select_experts(choice, config.num_experts_per_tok, config.n_group, config.topk_group)
+        limits = config.num_experts_per_tok, config.n_group, config.topk_group
+        ids = decided_once(lambda: select_experts(choice, *limits))
         weights = score.gather(1, ids)
         if config.norm_topk_prob:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_glm.ops.kept import kept_products
+
 
 def grouped_mlp(rows: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """down_e(silu(gate_e(x)) * up_e(x)) for rows grouped by expert.
@@ -28,7 +30,9 @@ def _gated(gate_up: Tensor) -> Tensor:
 
 def _grouped(rows: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     ends = counts.cumsum(0).to(torch.int32)
-    hidden = _gated_in_one_pass(F.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends))
+    with kept_products():
+        product = F.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends)
+    hidden = _gated_in_one_pass(product)
     return F.grouped_mm(hidden, down.transpose(1, 2), offs=ends)
 
 
@@ -45,8 +49,7 @@ def _reference(rows: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor) -> T
     *groups, tail = rows.split([*sizes, rows.shape[0] - sum(sizes)])
     # Empty experts run too, so that every weight has a gradient (zero) on every rank and no rank skips its reduction.
     # unbind, because the backward of weight[e] would be one zero tensor of all experts for each expert.
-    outputs = [
-        F.linear(_gated(F.linear(group, w_in)), w_out)
-        for group, w_in, w_out in zip(groups, gate_up.unbind(), down.unbind(), strict=True)
-    ]
+    with kept_products():
+        products = [F.linear(group, w_in) for group, w_in in zip(groups, gate_up.unbind(), strict=True)]
+    outputs = [F.linear(_gated(product), w_out) for product, w_out in zip(products, down.unbind(), strict=True)]
     return torch.cat([*outputs, torch.zeros_like(tail)])
