@@ -52,7 +52,7 @@ class Kept:
     def take(self, compute: Callable[[], Any]) -> Any:
         if not self.second:
             result = compute()
-            alias = tree_map_only(Tensor, Tensor.detach, result)  # the result itself becomes part of the graph
+            alias = tree_map_only(Tensor, _alias, result)  # the result itself becomes part of the graph
             self.results.append((alias, _versions(alias)))
             return result
         result, versions = self.results.popleft()
@@ -62,6 +62,12 @@ class Kept:
 
 
 _kept: ContextVar[Kept | None] = ContextVar("kept", default=None)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Another handle of the same memory, outside any graph, with the same counter of changes in place."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # off in a dispatch mode
+        return tensor.detach()
 
 
 def _versions(result: Any) -> list[int]:
