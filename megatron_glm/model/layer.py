@@ -46,8 +46,7 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, plan: AttentionPlan, topk: Tensor | None) -> LayerOutput:
         attended, topk = self.self_attn(self.input_layernorm(x), plan, topk)
-        x = x + attended
-        normed = self.post_attention_layernorm(x)
+        x, normed = self.post_attention_layernorm.add(x, attended)
         if isinstance(self.mlp, MoE):
             out, expert_ids = self.mlp(normed, plan)
             return LayerOutput(x + out, topk, expert_ids)

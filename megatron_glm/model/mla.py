@@ -14,6 +14,7 @@ from megatron_glm.model.norm import RMSNorm
 from megatron_glm.model.plan import AttentionPlan
 from megatron_glm.model_config import ModelConfig
 from megatron_glm.ops.dense_mla import dense_mla
+from megatron_glm.ops.kept import decided_once, kept_products
 from megatron_glm.ops.latent import expanded_keys, outputs, queries
 from megatron_glm.ops.rope import apply_rope
 from megatron_glm.ops.sparse_mla import sparse_mla
@@ -56,16 +57,22 @@ class MLA(nn.Module):
         Returns:
             [t/TP, D] and the selection in force after this layer. Rows of padding give zero.
         """
-        qr = self.q_a_layernorm(self.q_a_proj(x))
+        with kept_products():
+            qr = self.q_a_proj(x)
+        qr = self.q_a_layernorm(qr)
         if self.indexer is not None and plan.sparse is not None:
-            topk = self.indexer(x, qr, plan)
+            topk = decided_once(lambda: self.indexer(x, qr, plan))
         kv = self._latents(x, plan)
         q = self.q_b_proj(gather_rows(qr, self.groups.tp)).view(-1, self.heads, self.nope + self.rope)
-        return self.o_proj(self.attend(q, kv, topk, plan).flatten(1)), topk
+        out = self.attend(q, kv, topk, plan).flatten(1)
+        with kept_products():
+            return self.o_proj(out), topk
 
     def _latents(self, x: Tensor, plan: AttentionPlan) -> Tensor:
         """Keys of the whole pack, `[c | k_rope]` [T, C+R] in pack order."""
-        c, k_rope = self.kv_a_proj_with_mqa(x).split((self.latent, self.rope), dim=-1)
+        with kept_products():
+            kv = self.kv_a_proj_with_mqa(x)
+        c, k_rope = kv.split((self.latent, self.rope), dim=-1)
         kv = torch.cat((self.kv_a_layernorm(c), apply_rope(k_rope, *plan.shard_rope)), dim=-1)
         return gather_pack(kv, self.groups.tp_cp, plan.order)
 
@@ -81,8 +88,10 @@ class MLA(nn.Module):
         q_dense, q_sparse = queries(q, plan.rope, plan.rows, to_key)
         if dense is not None:
             k, v = expanded_keys(kv, weight, dense.keys, self.heads, self.nope)
-            out_dense, _ = dense_mla(q_dense, k, v, dense.segments, self.scale, self.backend)
+            with kept_products():
+                out_dense, _ = dense_mla(q_dense, k, v, dense.segments, self.scale, self.backend)
         if sparse is not None:
             idx = topk[sparse.rows]
-            out_sparse, _ = sparse_mla(q_sparse, kv, idx, sparse.length, self.latent, self.scale, self.backend)
+            with kept_products():
+                out_sparse, _ = sparse_mla(q_sparse, kv, idx, sparse.length, self.latent, self.scale, self.backend)
         return outputs(q.shape[0], plan.rows, out_dense, out_sparse, to_value)

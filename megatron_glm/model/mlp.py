@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatron_glm.ops.kept import kept_products
 from megatron_glm.ops.swiglu import swiglu
 from megatron_glm.parallel.collectives import gather_rows
 from megatron_glm.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -22,4 +23,6 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = gather_rows(x, self.tp)
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        with kept_products():
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(swiglu(gate, up))

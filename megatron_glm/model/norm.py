@@ -11,7 +11,10 @@ from megatron_glm.parallel.linear import replicated
 
 
 class RMSNorm(nn.Module):
-    """weight * cast(x * rsqrt(mean(x^2) + eps)): computed in fp32, cast to x's dtype, then scaled."""
+    """weight * cast(x * rsqrt(mean(x^2) + eps)): computed in fp32, cast to x's dtype, then scaled. x: [t, dim].
+
+    CUDA in bf16 runs one kernel forward and one backward; every other case is plain torch.
+    """
 
     def __init__(self, dim: int, eps: float, tp: ProcessGroup) -> None:
         super().__init__()
@@ -20,7 +23,23 @@ class RMSNorm(nn.Module):
         self.shards = {"weight": replicated((dim,), tp)}
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._fused(x):
+            from megatron_glm.ops.triton.rmsnorm import rms_norm  # needs Triton, which a CPU-only torch has not
+
+            return rms_norm(x, self.weight, self.eps)
         return self.weight * F.rms_norm(x, x.shape[-1:], eps=self.eps)  # torch's kernel computes and keeps fp32 inside
+
+    def add(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+        """x + added, and its norm."""
+        if self._fused(x):
+            from megatron_glm.ops.triton.rmsnorm import add_rms_norm
+
+            return add_rms_norm(x, added, self.weight, self.eps)
+        x = x + added
+        return x, self(x)
+
+    def _fused(self, x: Tensor) -> bool:
+        return x.is_cuda and x.dtype == self.weight.dtype == torch.bfloat16
 
 
 class LayerNorm(nn.Module):

@@ -2,36 +2,32 @@
 
 Top-k keys and expert choices are always kept: were they computed again, rounding could flip one and the backward
 would differentiate another function than the forward computed.
+
+"selective" also keeps what costs the most operations for its bytes: the outputs of attention, of o_proj, of the gate
+and up projections of MLPs and experts, and of the down-projections to latents. Its second run is norms, rope, q_b and
+the absorbed products, the router's projection, the movement of rows and the gated products. The run ends with the last
+tensor that the backward needs, so the experts' down projection, whose output nothing needs, is spared.
 """
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from megatron_glm.model.layer import LayerOutput
-
-SELECTIONS = (torch.ops.megatron_glm.index_topk.default, torch.ops.megatron_glm.select_experts.default)
-ATTENTION = (torch.ops.megatron_glm.sparse_mla.default, torch.ops.megatron_glm.dense_mla.default)
-KEPT = {"full": SELECTIONS, "selective": SELECTIONS + ATTENTION}
+from megatron_glm.ops.kept import Kept
 
 
 def run_layer(granularity: str, layer: nn.Module, *args) -> LayerOutput:
-    """Run a layer; "none" keeps everything, "full" its input and the selections, "selective" also attention outputs."""
+    """Run a layer; "none" keeps everything, "full" its input and the selections, "selective" also dear products."""
     if granularity == "none" or not torch.is_grad_enabled():
         return layer(*args)
-    kept = KEPT[granularity]
-
-    def policy(ctx, op, *op_args, **op_kwargs) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
-
+    kept = Kept(products=granularity == "selective")
     return checkpoint(
         layer,
         *args,
         use_reentrant=False,
         preserve_rng_state=False,  # nothing in a layer is random
-        context_fn=partial(create_selective_checkpoint_contexts, policy),
+        context_fn=lambda: (kept.running(second=False), kept.running(second=True)),
     )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_glm.model_config import ModelConfig
+from megatron_glm.ops.kept import decided_once
 from megatron_glm.ops.routing import expert_weights, router_logits, select_experts
 from megatron_glm.parallel.collectives import sum_over
 from megatron_glm.parallel.groups import ParallelGroups
@@ -40,7 +41,8 @@ class Router(nn.Module):
         config = self.config
         logits = router_logits(x, self.weight)
         choice = torch.sigmoid(logits.detach()) + self.e_score_correction_bias
-        ids = select_experts(choice, config.num_experts_per_tok, config.n_group, config.topk_group)
+        limits = config.num_experts_per_tok, config.n_group, config.topk_group
+        ids = decided_once(lambda: select_experts(choice, *limits))
         weights = expert_weights(x, self.weight, logits, ids, config.norm_topk_prob, config.routed_scaling_factor)
         if valid is not None:
             ids = ids.masked_fill(~valid.unsqueeze(1), -1)

@@ -1,0 +1,97 @@
+"""What the first run of a recomputed layer keeps, so that its second run takes it instead of computing it.
+
+Marks in a layer's code say what may be kept, `model/recompute.py` which of it is. In any other run a mark does nothing.
+What is kept must not be changed in place.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from megatron_glm.ops import dense_mla, sparse_mla  # noqa: F401, they register operators that are named here
+
+# Matrix products and attention; no view, which would hold on to a weight that FSDP has gathered.
+PRODUCTS = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten._grouped_mm.default,
+    torch.ops.megatron_glm.sparse_mla.default,
+    torch.ops.megatron_glm.dense_mla.default,
+)
+
+
+class Kept:
+    """The kept results of one layer, in the order in which both runs come to them.
+
+    Args:
+        products: keep what runs under `kept_products`, too, not only decisions.
+    """
+
+    def __init__(self, products: bool) -> None:
+        self.products, self.second = products, False
+        self.results: deque[tuple[Any, list[int]]] = deque()
+
+    @contextmanager
+    def running(self, second: bool) -> Iterator[None]:
+        """The layer runs: for the first time, or again."""
+        self.second = second
+        token = _kept.set(self)
+        try:
+            yield
+        finally:
+            _kept.reset(token)
+
+    def take(self, compute: Callable[[], Any]) -> Any:
+        if not self.second:
+            result = compute()
+            alias = tree_map_only(Tensor, _alias, result)  # the result itself becomes part of the graph
+            self.results.append((alias, _versions(alias)))
+            return result
+        result, versions = self.results.popleft()
+        if _versions(result) != versions:
+            raise RuntimeError("a result that recomputation keeps was changed in place after the forward")
+        return result
+
+
+_kept: ContextVar[Kept | None] = ContextVar("kept", default=None)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Another handle of the same memory, outside any graph, with the same counter of changes in place."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # off in a dispatch mode
+        return tensor.detach()
+
+
+def _versions(result: Any) -> list[int]:
+    return [leaf._version for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
+def decided_once(compute: Callable[[], Any]) -> Any:
+    """compute(), a choice outside autograd; every recomputation keeps it, for rounding could turn a second one."""
+    kept = _kept.get()
+    return compute() if kept is None else kept.take(compute)
+
+
+def kept_products() -> AbstractContextManager:
+    """In this block selective recomputation keeps the results of PRODUCTS: they are dear for their bytes."""
+    kept = _kept.get()
+    return nullcontext() if kept is None or not kept.products else _KeepProducts(kept)
+
+
+class _KeepProducts(TorchDispatchMode):
+    def __init__(self, kept: Kept) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator in PRODUCTS:
+            return self.kept.take(lambda: operator(*args, **(kwargs or {})))
+        return operator(*args, **(kwargs or {}))
