@@ -29,7 +29,7 @@ def shard_chunk(chunk: nn.Module, groups: ParallelGroups, parallel: ParallelConf
 
     Args:
         chunk: has `layers` (a ModuleDict); a layer whose `mlp` has `experts` shards these over `groups.edp`.
-        bf16: compute in bf16; parameters, gradients and reductions stay fp32 either way.
+        bf16: compute in bf16; parameters, reductions and sums of gradients stay fp32 either way.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if bf16 else None
@@ -38,18 +38,18 @@ def shard_chunk(chunk: nn.Module, groups: ParallelGroups, parallel: ParallelConf
     whole_experts, whole_chunk = holds_whole(groups.dp_cp.size(), groups.edp.size())
     taken: set[nn.Parameter] = set()
 
-    def shard(module: nn.Module, group: dist.ProcessGroup, whole: bool, reshard: bool) -> None:
+    def shard(module: nn.Module, group: dist.ProcessGroup, whole: bool, reshard: bool, experts: bool = False) -> None:
         if not whole:
             mesh, others = DeviceMesh.from_group(group, device), taken & set(module.parameters())
             fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard, ignored_params=others)
         elif bf16:
-            WholeWeights(module, taken, torch.bfloat16, keep=not reshard)
+            WholeWeights(module, taken, torch.bfloat16, keep=not reshard, narrow=experts)
         if whole:
             taken.update(module.parameters())
 
     for layer in chunk.layers.values():
         if hasattr(layer.mlp, "experts"):
-            shard(layer.mlp.experts, groups.edp, whole_experts, parallel.reshard_experts_after_forward)
+            shard(layer.mlp.experts, groups.edp, whole_experts, parallel.reshard_experts_after_forward, experts=True)
         shard(layer, groups.dp_cp, whole_chunk, parallel.reshard_after_forward)
     shard(chunk, groups.dp_cp, whole_chunk, parallel.reshard_after_forward)
     for module in chunk.modules():

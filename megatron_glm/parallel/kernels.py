@@ -40,11 +40,11 @@ def _logit_gradient(logits, column, counted, lse, width, valid, scale, block: tl
 
 
 @triton.jit
-def _add_widened(total, narrow, size, first: tl.constexpr, block: tl.constexpr):
+def _add_widened(total, addend, narrow, size, first: tl.constexpr, block: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     value = tl.load(narrow + i, mask=i < size).to(tl.float32)
     if not first:
-        value += tl.load(total + i, mask=i < size)
+        value += tl.load(addend + i, mask=i < size).to(tl.float32)
     tl.store(total + i, value, mask=i < size)
 
 
@@ -66,10 +66,11 @@ def logit_gradient(logits: Tensor, column: Tensor, counted: Tensor, lse: Tensor,
     return logits
 
 
-def add_widened(total: Tensor | None, narrow: Tensor) -> Tensor:
-    """total + narrow in fp32, in place where there is a total; both contiguous or made so."""
-    result = torch.empty(narrow.shape, device=narrow.device) if total is None else total
+def add_widened(addend: Tensor | None, narrow: Tensor) -> Tensor:
+    """addend + narrow in fp32: in place where the addend is fp32, else a new tensor."""
+    in_place = addend is not None and addend.dtype == torch.float32
+    total = addend if in_place else torch.empty(narrow.shape, device=narrow.device)
     if narrow.numel():
-        grid = (triton.cdiv(narrow.numel(), BLOCK),)
-        _add_widened[grid](result, narrow.contiguous(), narrow.numel(), total is None, BLOCK, num_warps=8)
-    return result
+        grid, given = (triton.cdiv(narrow.numel(), BLOCK),), total if addend is None else addend
+        _add_widened[grid](total, given, narrow.contiguous(), narrow.numel(), addend is None, BLOCK, num_warps=8)
+    return total

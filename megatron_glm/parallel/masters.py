@@ -2,7 +2,7 @@
 
 A weight's gradient is the largest thing that a step writes. `linear` and the head make it in fp32 in the matrix
 product itself, and add to the gradient that is already there in the same pass; what else uses a weight has its gradient
-widened and added in one pass.
+widened and added in one pass. That of the experts, whose products are in bf16, stays so until a second one is added.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ class WholeWeights:
     Args:
         taken: parameters within the module that are looked after elsewhere.
         keep: hold the copies until the parameters change, or make them in each forward (and recomputation).
+        narrow: leave the only gradient of a step in the copies' type, on CUDA; the sum of several is in fp32.
     """
 
-    def __init__(self, module: nn.Module, taken: set[nn.Parameter], dtype: torch.dtype, keep: bool) -> None:
+    def __init__(
+        self, module: nn.Module, taken: set[nn.Parameter], dtype: torch.dtype, keep: bool, narrow: bool = False
+    ) -> None:
         self.places = [(m, n) for m in module.modules() for n, p in m.named_parameters(recurse=False) if p not in taken]
-        self.dtype, self.keep = dtype, keep
+        self.dtype, self.keep, self.narrow = dtype, keep, narrow
         self.copies: list[tuple[int, Tensor] | None] = [None] * len(self.places)  # with the version that was copied
         self.masters: list[nn.Parameter] = []
         module.register_forward_pre_hook(lambda *_: self._enter())
@@ -33,7 +36,9 @@ class WholeWeights:
     def _enter(self) -> None:
         self.masters = [module._parameters[name] for module, name in self.places]
         for i, (module, name) in enumerate(self.places):
-            module._parameters[name] = _StandIn.apply(self.masters[i], self._copy(i))
+            if self.narrow:
+                self.masters[i].grad_dtype = None  # a gradient may have any
+            module._parameters[name] = _StandIn.apply(self.masters[i], self._copy(i), self.narrow)
             module._parameters[name].master = self.masters[i]
 
     def _leave(self) -> None:
@@ -89,17 +94,23 @@ class _StandIn(torch.autograd.Function):
     """A copy in the place of its master, which gets the gradient in its own dtype."""
 
     @staticmethod
-    def forward(ctx, master: Tensor, copy: Tensor) -> Tensor:
-        ctx.master = master
+    def forward(ctx, master: Tensor, copy: Tensor, narrow: bool) -> Tensor:
+        ctx.master, ctx.narrow = master, narrow
         return copy.view_as(copy)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
+        master = ctx.master
         if not grad.is_cuda:
-            return grad.to(ctx.master.dtype), None
+            return grad.to(master.dtype), None, None
+        if ctx.narrow and master.grad is None:
+            return grad, None, None
         from megatron_glm.parallel import kernels  # needs Triton, which a CPU-only torch has not
 
-        return _first(ctx.master, kernels.add_widened(ctx.master.grad, grad)), None
+        first, total = master.grad is None, kernels.add_widened(master.grad, grad)
+        if not first:
+            master.grad = total
+        return total if first else None, None, None
 
 
 class _Linear(torch.autograd.Function):

@@ -101,7 +101,7 @@ def gradient_squares(chunks: Iterable[nn.Module]) -> tuple[list[str], Tensor]:
             names.append(name)
             gradients.append(local(parameter.grad))
             weights.append(1.0 / math.prod(group.size() for group in shard.replica_groups))
-    squares = torch.stack(torch._foreach_norm(gradients)).double().square()
+    squares = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)).double().square()
     return names, squares * torch.tensor(weights, dtype=torch.float64, device=squares.device)
 
 

@@ -91,6 +91,22 @@ def test_loss_and_gradients(vocabulary, valid, chunk_size):
     assert not hidden.grad[labels == -100].any() and not head.weight.grad[valid:].any()
 
 
+def test_a_narrow_gradient_is_widened_when_a_second_one_comes():
+    tokens, grad = torch.randint(0, 50, (30,), device="cuda"), torch.randn(2, 30, 96, device="cuda").bfloat16()
+    module, found = Uses(96, 64), {}
+    for narrow in (True, False):
+        one = Uses(96, 64)
+        one.load_state_dict(module.state_dict())
+        WholeWeights(one, set(), torch.bfloat16, keep=True, narrow=narrow)
+        found[narrow] = []
+        for part in grad:
+            one(tokens).backward(part)
+            found[narrow].append(one.scale.grad.clone())
+    first, total = found[True]
+    assert (first.dtype, total.dtype) == (torch.bfloat16, torch.float32)
+    assert torch.equal(first.float(), found[False][0]) and torch.equal(total, found[False][1])
+
+
 def test_the_optimizer_steps_as_torchs_and_renews_the_copies():
     module = Uses(1000, 328)
     masters = dict(module.named_parameters())
