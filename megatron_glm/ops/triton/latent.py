@@ -69,7 +69,7 @@ def _collapse(
 ):
     """The gradient of `_expand`: that of rope is a sum over the heads, in fp32 and in a fixed order."""
     row = tl.program_id(0).to(tl.int64)
-    total = tl.zeros((block_rope,), tl.float32)
+    total = tl.zeros((block_heads, block_rope), tl.float32)
     for first in range(0, heads, block_heads):
         head = (first + tl.arange(0, block_heads))[:, None]
         at = row * heads + head
@@ -84,10 +84,10 @@ def _collapse(
         column = tl.arange(0, block_rope)[None, :]
         inside = (head < heads) & (column < rope)
         x = tl.load(grad_keys + at * (nope + rope) + nope + column, mask=inside, other=0.0)
-        total += tl.sum(x.to(tl.float32), axis=0)
+        total += x.to(tl.float32)
     column = tl.arange(0, block_rope)
     target = grad_latents + row * latent_stride + column
-    tl.store(target, total.to(grad_latents.dtype.element_ty), mask=column < rope)
+    tl.store(target, tl.sum(total, axis=0).to(grad_latents.dtype.element_ty), mask=column < rope)
 
 
 def _by_head(x: Tensor) -> Tensor:
