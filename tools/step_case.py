@@ -196,6 +196,7 @@ def measure_step(config: RunConfig, flags: argparse.Namespace) -> dict:
     forward, kept = bench.forwards(step, rounds) if bench.groups.pp.size() == 1 else (None, None)
     table = kernel_table(step) if config.logging.profile else None
     rate, ranks = matmul_rate(), dist.get_world_size()
+    planned_bytes, planned_kept = planned(config, ranks, dist.get_rank())
     tokens, flops = bench.counts.tokens, bench.counts.flops
     result = {
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
@@ -215,7 +216,8 @@ def measure_step(config: RunConfig, flags: argparse.Namespace) -> dict:
         "flops_formula": FORMULA,
         "matmul_tflops": rate,
         "share_of_matmul_rate": flops / both / ranks / 1e12 / rate,
-        "planned_bytes": planned(config, ranks, dist.get_rank()),
+        "planned_bytes": planned_bytes,
+        "planned_kept_by_a_forward": planned_kept,
         "bytes_kept_by_a_forward": kept,
         "peak_bytes": peak,
         "peak_bytes_above_weights_and_gradients": None if peak is None else peak - held,
@@ -228,11 +230,11 @@ def measure_step(config: RunConfig, flags: argparse.Namespace) -> dict:
     return result | ({} if table is None else {"kernels_ms": table})
 
 
-def planned(config: RunConfig, ranks: int, rank: int) -> dict[str, int]:
-    """What tools/plan.py says of this rank's memory, by kind."""
+def planned(config: RunConfig, ranks: int, rank: int) -> tuple[dict[str, int], int]:
+    """What tools/plan.py says of this rank's memory, by kind, and of what a forward leaves with the head's part."""
     plan = Plan.create(config, ranks, min(ranks, 8))
     pipeline_rank = next(group.index(rank) for group in plan.grid.groups("pp") if rank in group)
-    return plan.memory(pipeline_rank)
+    return plan.memory(pipeline_rank), plan.kept_by_a_forward(pipeline_rank)
 
 
 def kernel_table(step: Callable[[], None]) -> dict[str, float]:

@@ -21,31 +21,32 @@ class Shapes:
 
 
 def layer_activations(model: ModelConfig, layer: int, s: Shapes) -> dict[str, int]:
-    """Bytes that autograd keeps of one layer without recomputation, by part.
+    """Bytes that autograd keeps of one layer on a GPU without recomputation, by part.
 
-    A norm of width n keeps its input, the normalised and the scaled rows: 3 n b. Attention keeps the latents
-    of query and key, the keys of the whole pack T (C + R) b, and for each head the query; sparse rows also the absorbed
-    query (C + R) b, the latent output C b and lse; dense rows query, key, value and output. MoE: the router's fp32 rows
-    and scores, and for each of the K s rows of the experts input, gate and up, product and output. Routing is taken to
-    be balanced.
+    A norm of width n keeps its input and its output n b each, and one fp32 number a row. Attention keeps the norms of
+    both latents, the keys of the whole pack T (C + R) b and the rows that o_proj multiplies, V b a head. Sparse rows
+    keep, a head, the absorbed query (C + R) b, the latent output C b and lse, beside the projected queries and the
+    selection; dense rows query, key, value, output and lse. A gated MLP of width w: gate, up and product, 3 w b.
+    MoE: fp32 scores and choices, and for each of the K s rows of the experts the input and gate and up, (D + 2 F) b,
+    its weight and its place. Routing is taken to be balanced.
     """
     d, b, heads = model.hidden_size, s.b, model.num_attention_heads // s.tp
     latent, rope, value, qk = model.kv_lora_rank, model.qk_rope_head_dim, model.v_head_dim, model.qk_head_dim
     sparse = s.tokens - s.dense
     gathered = s.tokens * b if s.tp > 1 else 0
-    attention = 3 * s.shard * (model.q_lora_rank + latent) * b + gathered * model.q_lora_rank
-    attention += s.pack * (latent + rope) * b + s.tokens * heads * (qk + value) * b
-    attention += sparse * heads * (model.qk_nope_head_dim + latent + rope) * b + sparse * s.slots * 4
-    attention += s.dense * heads * (2 * qk + value) * b
-    if model.has_indexer(layer):
-        attention += (s.shard + s.tokens) * s.slots * 4
-    parts = {"norms": 6 * s.shard * d * b, "attention": attention, "attention output": _outputs(model, s)}
+    attention = (s.shard + s.tokens) * model.q_lora_rank * b + (s.shard + s.pack) * (latent + rope) * b + 8 * s.shard
+    attention += s.tokens * heads * value * b + s.dense * heads * (2 * qk + value) * b
+    if sparse:
+        attention += s.tokens * heads * qk * b + sparse * heads * (latent + rope) * b + _selection(model, layer, s)
+    outputs = _outputs(model, s) - (0 if sparse else s.tokens * heads * value * b)  # only dense rows: o_proj's input
+    parts = {"norms": s.shard * (4 * d * b + 8), "attention": attention, "attention output": outputs}
     if not model.is_moe(layer):
-        return parts | {"mlp": 4 * s.tokens * model.intermediate_size // s.tp * b + gathered * d}
-    width = model.moe_intermediate_size
-    router = s.shard * (4 * d + 12 * model.n_routed_experts)
-    experts = s.shard * model.num_experts_per_tok * (2 * d + 3 * width) * b
-    return parts | {"mlp": router + experts + 4 * s.tokens * model.n_shared_experts * width // s.tp * b + gathered * d}
+        return parts | {"mlp": 3 * s.tokens * model.intermediate_size // s.tp * b + gathered * d}
+    width, rows = model.moe_intermediate_size, s.shard * model.num_experts_per_tok
+    router = s.shard * 4 * model.n_routed_experts + rows * (8 + 3 * 4)
+    experts = rows * ((d + 2 * width) * b + 4 + 8)
+    shared = 3 * s.tokens * model.n_shared_experts * width // s.tp * b
+    return parts | {"mlp": router + experts + shared + gathered * d}
 
 
 def _outputs(model: ModelConfig, s: Shapes) -> int:
@@ -55,37 +56,64 @@ def _outputs(model: ModelConfig, s: Shapes) -> int:
     return model.num_attention_heads // s.tp * rows
 
 
+def _selection(model: ModelConfig, layer: int, s: Shapes) -> int:
+    """int32 selection that a full layer makes for itself and the shared layers behind it; none where all is dense."""
+    return s.tokens * s.slots * 4 if model.has_indexer(layer) and s.dense < s.tokens else 0
+
+
+def _products(model: ModelConfig, layer: int, s: Shapes) -> int:
+    """What selective recomputation keeps beside full: the results of the products marked with `kept_products`."""
+    latents = s.shard * (model.q_lora_rank + model.kv_lora_rank + model.qk_rope_head_dim) * s.b
+    kept = _outputs(model, s) + latents + s.tokens * model.hidden_size * s.b  # o_proj's, before the sum over TP ranks
+    if not model.is_moe(layer):
+        return kept + 2 * s.tokens * model.intermediate_size // s.tp * s.b
+    width = model.moe_intermediate_size
+    shared = 2 * s.tokens * model.n_shared_experts * width // s.tp * s.b
+    return kept + shared + s.shard * model.num_experts_per_tok * 2 * width * s.b
+
+
 def layer_kept(model: ModelConfig, layer: int, s: Shapes, granularity: str) -> int:
     """Bytes of a layer between its forward and its backward.
 
-    full: its input s D b, the selection of a full layer twice (as the op returned it and as the layers pass it on) and
-    the expert ids; selective: the outputs of the attention kernels too; none: everything.
+    full: its input s D b, the selection of a full layer and the expert ids; selective: the dear products too; none:
+    everything.
     """
-    parts = layer_activations(model, layer, s)
     if granularity == "none":
-        return sum(parts.values())
-    kept = s.shard * model.hidden_size * s.b
-    if model.has_indexer(layer):
-        kept += (s.shard + s.tokens) * s.slots * 4
+        return sum(layer_activations(model, layer, s).values())
+    kept = s.shard * model.hidden_size * s.b + _selection(model, layer, s)
     if model.is_moe(layer):
         kept += s.shard * model.num_experts_per_tok * 8
-    return kept + (parts["attention output"] if granularity == "selective" else 0)
+    return kept + (_products(model, layer, s) if granularity == "selective" else 0)
+
+
+def layer_again(model: ModelConfig, layer: int, s: Shapes, granularity: str) -> int:
+    """Bytes that a layer's recomputation adds to what the layer has kept."""
+    return max(0, layer_kept(model, layer, s, "none") - layer_kept(model, layer, s, granularity))
 
 
 def layer_gradients(model: ModelConfig, s: Shapes) -> int:
     """Most bytes of gradients inside a layer's backward.
 
-    Either the absorbed queries' and their outputs' with the fp32 keys', or those of the experts' rows.
+    Either the absorbed queries' and their outputs' with the fp32 keys', or those of the experts' rows: of the output,
+    of gate, up and their product, and the product itself.
     """
     width = model.kv_lora_rank + model.qk_rope_head_dim
     attention = 2 * s.tokens * (model.num_attention_heads // s.tp) * width * s.b + s.pack * width * 4
     rows = s.shard * model.num_experts_per_tok
-    return max(attention, rows * (model.hidden_size + 3 * model.moe_intermediate_size) * s.b)
+    return max(attention, rows * (model.hidden_size + 4 * model.moe_intermediate_size) * s.b)
+
+
+def head_kept(model: ModelConfig, s: Shapes) -> int:
+    """Bytes that last norm and head keep: the norm's input, and the gradients of the hidden states and, in fp32, of
+    the vocabulary matrix, which the forward has computed."""
+    vocab = -(-model.vocab_size // s.tp)
+    return vocab * model.hidden_size * 4 + (s.tokens + s.shard) * model.hidden_size * s.b + 4 * s.shard
 
 
 def head_bytes(config: RunConfig, s: Shapes) -> int:
-    """Logits of one chunk and the head's gradient, each in fp32 and in the forward's type, and the gathered hidden
-    states with their gradient."""
+    """Most bytes at the head: what it keeps, the normalised hidden states, the logits of one chunk in fp32 and in the
+    forward's type, and a second copy of the matrix's gradient in that type, if it is another."""
     model, rows = config.model, min(config.kernels.loss_chunk_size, s.tokens)
     vocab = -(-model.vocab_size // s.tp)
-    return rows * vocab * (4 + s.b) + vocab * model.hidden_size * (4 + s.b % 4) + 2 * s.tokens * model.hidden_size * s.b
+    other = vocab * model.hidden_size * (s.b % 4)
+    return head_kept(model, s) + rows * vocab * (4 + s.b) + other + s.tokens * model.hidden_size * s.b

@@ -22,7 +22,7 @@ from megatron_glm.parallel.grid import GROUP_AXES, Grid, check_layout
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.pipeline.layout import PipelineLayout, Stage, build_layout, stage_costs
 from megatron_glm.parallel.pipeline.schedule import Schedule, Simulation, build_schedule, simulate
-from megatron_glm.training.activations import Shapes, head_bytes, layer_activations, layer_gradients, layer_kept
+from megatron_glm.training.activations import Shapes, head_bytes, head_kept, layer_again, layer_gradients, layer_kept
 
 FP32 = 4
 GIB = 2**30
@@ -224,14 +224,29 @@ class Plan:
             largest = max(largest, passing)
         return b * (kept + largest)
 
+    def _kept_of_layers(self, stage: Stage) -> int:
+        """Bytes of activations of one micro-batch that a virtual stage's layers keep until its backward."""
+        granularity, model, s = self.config.parallel.recompute_granularity, self.config.model, self.shapes
+        arrived = s.tokens * s.slots * 4 if stage.needs_topk(model) else 0  # the selection, with the hidden states
+        return arrived + sum(layer_kept(model, layer, s, granularity) for layer in stage.layers)
+
+    def kept_by_a_forward(self, pp_rank: int) -> int:
+        """Bytes that one forward of all stages of a pipeline rank leaves for its backward, the head's included.
+
+        Where autograd keeps copies of whole weights that each forward makes, these, too.
+        """
+        parallel, s, total = self.config.parallel, self.shapes, 0
+        keep = {True: not parallel.reshard_experts_after_forward, False: not parallel.reshard_after_forward}
+        for stage in self.layout.of_rank(pp_rank):
+            total += self._kept_of_layers(stage) + (head_kept(self.config.model, s) if stage.head else 0)
+            if parallel.recompute_granularity == "none" and s.b < FP32:
+                copied = (u for u in self.units(stage)[1:] if u.runs and self._whole(u.expert) and not keep[u.expert])
+                total += s.b * sum(unit.trained_elements for unit in copied)
+        return total
+
     def _kept(self, pp_rank: int) -> int:
         """Most bytes of activations between forwards and backwards, action by action through the schedule."""
-        granularity, model, s = self.config.parallel.recompute_granularity, self.config.model, self.shapes
-        stages = self.layout.of_rank(pp_rank)
-        sizes = [sum(layer_kept(model, layer, s, granularity) for layer in stage.layers) for stage in stages]
-        for chunk, stage in enumerate(stages):
-            if stage.needs_topk(model):
-                sizes[chunk] += s.tokens * s.slots * 4  # the selection that came with the hidden states
+        sizes = [self._kept_of_layers(stage) for stage in self.layout.of_rank(pp_rank)]
         live = peak = 0
         for kind, chunk, _ in self.schedule.actions[pp_rank]:
             live += sizes[chunk] if kind == "F" else -sizes[chunk]
@@ -239,14 +254,10 @@ class Plan:
         return peak
 
     def _working_set(self, pp_rank: int) -> int:
-        """One layer's activations where they are recomputed, and the gradients that its backward holds at a time."""
-        model, s = self.config.model, self.shapes
-        again = self.config.parallel.recompute_granularity != "none"
+        """What a layer's recomputation adds, and the gradients that its backward holds at a time."""
+        model, s, granularity = self.config.model, self.shapes, self.config.parallel.recompute_granularity
         layers = [layer for stage in self.layout.of_rank(pp_rank) for layer in stage.layers]
-        return max(
-            (again * sum(layer_activations(model, layer, s).values()) + layer_gradients(model, s) for layer in layers),
-            default=0,
-        )
+        return max((layer_again(model, i, s, granularity) + layer_gradients(model, s) for i in layers), default=0)
 
     def traffic(self) -> list[tuple[str, str, float, float]]:
         """(axis, what, bytes inside a node, bytes between nodes) that a rank sends in a step, the busiest rank's."""

@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from megatron_glm.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_glm.model import moe, recompute
+from megatron_glm.model.norm import RMSNorm
 from megatron_glm.model.plan import AttentionPlan
-from megatron_glm.training.activations import layer_activations, layer_kept
+from megatron_glm.ops.kept import Kept
+from megatron_glm.training.activations import Shapes, layer_activations, layer_kept
 from megatron_glm.training.plan_report import print_plan
 from megatron_glm.training.planning import GIB, Plan, distinct_owners
 from tests import distributed
@@ -136,6 +140,30 @@ def test_owners_of_uniform_choices():
     assert 7 < distinct_owners(model, 64) < 8
 
 
+class KernelNorm(torch.autograd.Function):
+    """Keeps what the CUDA kernel of a norm keeps; the values do not matter here."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight, x.new_ones(x.shape[0]))
+        return x * weight
+
+
+class KernelExperts(torch.autograd.Function):
+    """Keeps what the experts keep on CUDA: their rows, and gate and up."""
+
+    @staticmethod
+    def forward(ctx, rows, gate_up):
+        ctx.save_for_backward(rows, rows.new_ones(rows.shape[0], gate_up.shape[1]))
+        return rows.new_zeros(1, 1).expand_as(rows)
+
+
+def as_on_cuda(monkeypatch) -> None:
+    """Lets the layers keep what they keep on CUDA, but for the gated MLPs, which also keep silu(gate) here."""
+    monkeypatch.setattr(RMSNorm, "forward", lambda norm, x: KernelNorm.apply(x, norm.weight))
+    monkeypatch.setattr(moe, "grouped_mlp", lambda rows, *others: KernelExperts.apply(rows, others[-2]))
+
+
 def saved_bytes(model: ModelConfig, tokens: int) -> int:
     """What autograd keeps of a model without its head, weights aside: every storage once."""
     chunk = single_chunk(model)
@@ -159,16 +187,41 @@ def saved_bytes(model: ModelConfig, tokens: int) -> int:
     return sum(size for pointer, size in storages.items() if pointer not in weights)
 
 
-@pytest.mark.parametrize("dense", [1, 0])
-def test_the_activations_of_a_layer_are_what_autograd_keeps(dense):
+def one_layer(dense: int) -> tuple[ModelConfig, Shapes]:
+    """A tiny model of one layer, and the sizes of 512 tokens in it, all of them sparse rows."""
     changes = {"num_hidden_layers": 1, "first_k_dense_replace": dense, "num_nextn_predict_layers": 0}
     tiny = ModelConfig.from_hf("glm5.2-tiny", **changes)
     config = RunConfig(model=tiny, data=replace(RunConfig(model=tiny).data, data_path=("none",), seq_length=512))
     plan = Plan.create(replace(config, train=replace(config.train, train_iters=1)), 1, 8)
-    shapes = replace(plan.shapes, dense=0)
-    assert sum(layer_activations(tiny, 0, shapes).values()) == pytest.approx(saved_bytes(tiny, 512), rel=0.1)
-    ids = 0 if dense else tiny.num_experts_per_tok * 8
-    assert layer_kept(tiny, 0, shapes, "full") == 512 * (tiny.hidden_size * 4 + 2 * shapes.slots * 4 + ids)
+    return tiny, replace(plan.shapes, dense=0)
+
+
+@pytest.mark.parametrize("dense", [1, 0])
+def test_the_activations_of_a_layer_are_what_autograd_keeps(dense, monkeypatch):
+    as_on_cuda(monkeypatch)
+    tiny, shapes = one_layer(dense)
+    silu = 4 * (tiny.intermediate_size if dense else tiny.n_shared_experts * tiny.moe_intermediate_size)
+    planned = sum(layer_activations(tiny, 0, shapes).values())
+    assert planned == pytest.approx(saved_bytes(tiny, 512) - 512 * silu, rel=0.02)
+
+
+@pytest.mark.parametrize("dense", [1, 0])
+@pytest.mark.parametrize("granularity", ["full", "selective"])
+def test_what_recomputation_keeps_is_exact(dense, granularity, monkeypatch):
+    made = []
+    monkeypatch.setattr(recompute, "Kept", lambda **how: made.append(Kept(**how)) or made[-1])
+    tiny, shapes = one_layer(dense)
+    chunk = single_chunk(tiny, granularity)
+    with torch.no_grad():
+        for parameter in chunk.parameters():
+            parameter.normal_(std=0.02)
+    plan = AttentionPlan.build(tiny, (512,), 512, dense_rows="off")
+    output = chunk(torch.arange(512), plan, None, torch.arange(512))
+    [kept] = made
+    results = [tensor for result, _ in kept.results for tensor in tree_leaves(result)]
+    assert output.loss.requires_grad
+    layer_input = 512 * tiny.hidden_size * 4
+    assert layer_kept(tiny, 0, shapes, granularity) == layer_input + sum(tensor.nbytes for tensor in results)
 
 
 FLAGS = ["--hf-config", "glm5.2", "--seq-length", "32768", "--context-parallel-size", "8", "--bf16"]
