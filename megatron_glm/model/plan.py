@@ -113,11 +113,11 @@ class AttentionPlan:
         return cls(
             total=total,
             slots=min(config.index_topk, total),
-            local_rows=None if cp_size == 1 else _upload(zigzag_rows(total, cp_rank, cp_size), device),
-            order=None if order is None else PackOrder(*_upload(torch.stack(order), device)),
+            local_rows=None if cp_size == 1 else upload(zigzag_rows(total, cp_rank, cp_size), device),
+            order=None if order is None else PackOrder(*upload(torch.stack(order), device)),
             shard=shard,
             rope=_rope(position, max(doc_lengths, default=0), config, device),
-            valid=None if sum(doc_lengths) == total else _upload(local_valid[shard], device),
+            valid=None if sum(doc_lengths) == total else upload(local_valid[shard], device),
             dense=dense,
             sparse=sparse,
         )
@@ -170,10 +170,10 @@ def _rows(index: Tensor, device: torch.device | str) -> Rows:
     if bool((index.diff() == 1).all()):
         first = int(index[0]) if len(index) else 0
         return slice(first, first + len(index))
-    return _upload(index, device)
+    return upload(index, device)
 
 
-def _upload(x: Tensor, device: torch.device | str) -> Tensor:
+def upload(x: Tensor, device: torch.device | str) -> Tensor:
     """Through pinned memory to CUDA: a copy from other memory waits for all that the device has been given."""
     return x.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else x.to(device)
 
@@ -187,10 +187,10 @@ def _sparse_rows(
     last = first + position[shard][shard_rows] + 1
     return SparseRows(
         rows=_rows(rows, device),
-        length=_upload((position[rows] + 1).clamp(max=index_topk).int(), device),
+        length=upload((position[rows] + 1).clamp(max=index_topk).int(), device),
         shard_rows=_rows(shard_rows, device),
-        start=_upload(first.int(), device),
-        end=_upload(last.int(), device),
+        start=upload(first.int(), device),
+        end=upload(last.int(), device),
         segments=key_segments(first, last),
     )
 

@@ -15,7 +15,7 @@ from megatron_glm.config import RunConfig
 from megatron_glm.data.packing import IGNORE, PackedBatch
 from megatron_glm.flops import training_flops
 from megatron_glm.model.glm import ChunkOutput, GLMChunk
-from megatron_glm.model.plan import AttentionPlan, has_sparse_rows
+from megatron_glm.model.plan import AttentionPlan, has_sparse_rows, upload
 from megatron_glm.model.router import update_router_biases
 from megatron_glm.parallel.fsdp import local, reduce_partial_gradients, set_gradient_sync
 from megatron_glm.parallel.groups import ParallelGroups
@@ -169,7 +169,7 @@ class MicroBatch(NamedTuple):
             device=device,
         )
         labels = batch.labels.masked_fill(~batch.loss_mask, IGNORE)
-        return cls(batch.tokens.to(device), labels.to(device), plan)
+        return cls(upload(batch.tokens, device), upload(labels, device), plan)
 
 
 def first_not_finite(chunks: Sequence[GLMChunk], losses: Sequence[Tensor], groups: ParallelGroups) -> str:
