@@ -88,10 +88,8 @@ class MLA(nn.Module):
         q_dense, q_sparse = queries(q, plan.rope, plan.rows, to_key)
         if dense is not None:
             k, v = expanded_keys(kv, weight, dense.keys, self.heads, self.nope)
-            with kept_products():
-                out_dense, _ = dense_mla(q_dense, k, v, dense.segments, self.scale, self.backend)
+            out_dense, _ = dense_mla(q_dense, k, v, dense.segments, self.scale, self.backend)
         if sparse is not None:
             idx = topk[sparse.rows]
-            with kept_products():
-                out_sparse, _ = sparse_mla(q_sparse, kv, idx, sparse.length, self.latent, self.scale, self.backend)
+            out_sparse, _ = sparse_mla(q_sparse, kv, idx, sparse.length, self.latent, self.scale, self.backend)
         return outputs(q.shape[0], plan.rows, out_dense, out_sparse, to_value)

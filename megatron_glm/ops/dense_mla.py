@@ -11,25 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-
-@torch.library.custom_op("megatron_glm::dense_mla", mutates_args=())
-def _forward(q: Tensor, k: Tensor, v: Tensor, segments: list[int], scale: float, backend: str) -> tuple[Tensor, Tensor]:
-    return BACKENDS[backend][0](q, k, v, segments, scale)
-
-
-@torch.library.custom_op("megatron_glm::dense_mla_backward", mutates_args=())
-def _backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    segments: list[int],
-    scale: float,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return BACKENDS[backend][1](grad, q, k, v, out, lse, segments, scale)
+from megatron_glm.ops.kept import product_once
 
 
 def dense_mla(
@@ -44,22 +26,23 @@ def dense_mla(
     Returns:
         out [t, h, Dv] in q's dtype, lse [t, h] fp32 (natural logarithm; -inf where a row is in no segment).
     """
-    return _forward(q, k, v, segments, scale, backend)
+    return _DenseMLA.apply(q, k, v, segments, scale, backend)
 
 
-def _save(ctx, inputs, output) -> None:
-    q, k, v, ctx.segments, ctx.scale, ctx.backend = inputs
-    out, lse = output
-    ctx.mark_non_differentiable(lse)
-    ctx.save_for_backward(q, k, v, out, lse)
+class _DenseMLA(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, segments: list[int], scale: float, backend: str):
+        out, lse = product_once(lambda: BACKENDS[backend][0](q, k, v, segments, scale))
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.segments, ctx.scale, ctx.backend = segments, scale, backend
+        return out, lse
 
-
-def _differentiate(ctx, grad_out: Tensor, grad_lse: Tensor | None):
-    gradients = _backward(grad_out.contiguous(), *ctx.saved_tensors, ctx.segments, ctx.scale, ctx.backend)
-    return *gradients, None, None, None
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
+    @staticmethod
+    def backward(ctx, grad: Tensor, _):
+        gradients = BACKENDS[ctx.backend][1](grad.contiguous(), *ctx.saved_tensors, ctx.segments, ctx.scale)
+        return *gradients, None, None, None
 
 
 def _scores(q: Tensor, k: Tensor, segments: list[int], scale: float) -> Iterator[tuple[slice, slice, Tensor]]:

@@ -11,7 +11,6 @@ from torch import Tensor
 SCORE_ELEMENTS = 1 << 25  # fp32 elements of the per-head score block of the torch reference: 128 MiB
 
 
-@torch.library.custom_op("megatron_glm::index_topk", mutates_args=())
 def index_topk(
     iq: Tensor,
     ik: Tensor,
@@ -23,8 +22,6 @@ def index_topk(
     segments: Sequence[int] | None = None,
 ) -> Tensor:
     """The k best keys of each query row, `I[t,u] = sum_h w[t,h] * relu(iq[t,h] . ik[u])`.
-
-    An operator of its own, so that recomputation can keep its result instead of selecting again.
 
     Args:
         iq: [t, Hi, Di] index queries; ik: [T, Di] index keys of the pack.

@@ -17,22 +17,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megatron_glm.ops import dense_mla, sparse_mla  # noqa: F401, they register operators that are named here
-
-# Matrix products and attention; no view, which would hold on to a weight that FSDP has gathered.
-PRODUCTS = (
-    torch.ops.aten.mm.default,
-    torch.ops.aten._grouped_mm.default,
-    torch.ops.megatron_glm.sparse_mla.default,
-    torch.ops.megatron_glm.dense_mla.default,
-)
+# No view, which would hold on to a weight that FSDP has gathered.
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten._grouped_mm.default)
 
 
 class Kept:
     """The kept results of one layer, in the order in which both runs come to them.
 
     Args:
-        products: keep what runs under `kept_products`, too, not only decisions.
+        products: keep products, too, not only decisions.
     """
 
     def __init__(self, products: bool) -> None:
@@ -80,8 +73,14 @@ def decided_once(compute: Callable[[], Any]) -> Any:
     return compute() if kept is None else kept.take(compute)
 
 
+def product_once(compute: Callable[[], Any]) -> Any:
+    """compute(), outside autograd, which is dear for the bytes of its result: selective recomputation keeps it."""
+    kept = _kept.get()
+    return compute() if kept is None or not kept.products else kept.take(compute)
+
+
 def kept_products() -> AbstractContextManager:
-    """In this block selective recomputation keeps the results of PRODUCTS: they are dear for their bytes."""
+    """In this block the results of PRODUCTS are dear for their bytes: selective recomputation keeps them."""
     kept = _kept.get()
     return nullcontext() if kept is None or not kept.products else _KeepProducts(kept)
 

@@ -32,9 +32,8 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
-@torch.library.custom_op("megatron_glm::select_experts", mutates_args=())
 def select_experts(choice: Tensor, k: int, n_group: int, topk_group: int) -> Tensor:
-    """The k best experts of each token; an operator of its own so that recomputation keeps the choice.
+    """The k best experts of each token.
 
     Args:
         choice: [t, E] fp32, scores with the correction bias.

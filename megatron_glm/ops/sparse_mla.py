@@ -5,29 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_glm.ops.kept import product_once
+
 GATHER_ELEMENTS = 1 << 24  # fp32 elements of the gathered keys of the torch reference: 64 MiB
-
-
-@torch.library.custom_op("megatron_glm::sparse_mla", mutates_args=())
-def _forward(
-    q: Tensor, kv: Tensor, idx: Tensor, length: Tensor, v_dim: int, scale: float, backend: str
-) -> tuple[Tensor, Tensor]:
-    return BACKENDS[backend][0](q, kv, idx, length, v_dim, scale)
-
-
-@torch.library.custom_op("megatron_glm::sparse_mla_backward", mutates_args=())
-def _backward(
-    grad: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    idx: Tensor,
-    length: Tensor,
-    scale: float,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    return BACKENDS[backend][1](grad, q, kv, out, lse, idx, length, scale)
 
 
 def sparse_mla(
@@ -42,23 +22,23 @@ def sparse_mla(
     Returns:
         out [t, h, C] in q's dtype, lse [t, h] fp32 (natural logarithm, of the scaled scores; not differentiable).
     """
-    return _forward(q, kv, idx, length, v_dim, scale, backend)
+    return _SparseMLA.apply(q, kv, idx, length, v_dim, scale, backend)
 
 
-def _save(ctx, inputs, output) -> None:
-    q, kv, idx, length, _, ctx.scale, ctx.backend = inputs
-    out, lse = output
-    ctx.mark_non_differentiable(lse)
-    ctx.save_for_backward(q, kv, out, lse, idx, length)
+class _SparseMLA(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, kv: Tensor, idx: Tensor, length: Tensor, v_dim: int, scale: float, backend: str):
+        out, lse = product_once(lambda: BACKENDS[backend][0](q, kv, idx, length, v_dim, scale))
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, kv, out, lse, idx, length)
+        ctx.scale, ctx.backend = scale, backend
+        return out, lse
 
-
-def _differentiate(ctx, grad_out: Tensor, grad_lse: Tensor | None):
-    q, kv, out, lse, idx, length = ctx.saved_tensors
-    grad_q, grad_kv = _backward(grad_out.contiguous(), q, kv, out, lse, idx, length, ctx.scale, ctx.backend)
-    return grad_q, grad_kv, None, None, None, None, None
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
+    @staticmethod
+    def backward(ctx, grad: Tensor, _):
+        gradients = BACKENDS[ctx.backend][1](grad.contiguous(), *ctx.saved_tensors, ctx.scale)
+        return *gradients, None, None, None, None, None
 
 
 def _blocks(q: Tensor, kv: Tensor, idx: Tensor, length: Tensor):

@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_glm.model import indexer as model_indexer
+from megatron_glm.model import router
 from megatron_glm.model.plan import AttentionPlan
+from megatron_glm.ops import dense_mla, sparse_mla
 from megatron_glm.ops.kept import Kept, decided_once, kept_products
 from tests.reference import single_chunk, small_config
 
@@ -17,17 +20,35 @@ ATTENTION = {"sparse_mla", "dense_mla"}
 
 
 class Count(TorchDispatchMode):
-    """Matrix products by the shapes of their inputs, and this package's operators by name."""
+    """Matrix products by the shapes of their inputs, and this package's forwards of attention and choices by name."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter = Counter()
+        self.patches = pytest.MonkeyPatch()
+
+    def __enter__(self):
+        for module, name in ((router, "select_experts"), (model_indexer, "index_topk")):
+            self.patches.setattr(module, name, self.counted(name, getattr(module, name)))
+        for module, name in ((sparse_mla, "sparse_mla"), (dense_mla, "dense_mla")):
+            forward, backward = module.BACKENDS["torch"]
+            self.patches.setitem(module.BACKENDS, "torch", (self.counted(name, forward), backward))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.patches.undo()
+        return super().__exit__(*error)
+
+    def counted(self, name, function):
+        def call(*args):
+            self.found[name] += 1
+            return function(*args)
+
+        return call
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if operator is torch.ops.aten.mm.default:
             self.found[tuple(args[0].shape), tuple(args[1].shape)] += 1
-        elif operator.namespace == "megatron_glm":
-            self.found[operator._opname] += 1
         return operator(*args, **(kwargs or {}))
 
 

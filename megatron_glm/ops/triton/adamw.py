@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 2048
+BLOCK = 1024
 
 
 @triton.jit
@@ -46,5 +46,5 @@ def adamw(
     if parameter.numel():
         _adamw[(triton.cdiv(parameter.numel(), BLOCK),)](
             parameter, grad, mean, square, parameter if copy is None else copy, step, parameter.numel(),
-            lr, decay, *betas, *(math.log(beta) for beta in betas), eps, scale, copy is not None, BLOCK, num_warps=8,
+            lr, decay, *betas, *(math.log(beta) for beta in betas), eps, scale, copy is not None, BLOCK, num_warps=4,
         )  # fmt: skip
