@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from megatron_glm.ops.indexer import key_segments
 SCORE_BYTES = 3 << 28  # fp32 scores of one call; large, because a call of few rows leaves processors idle
 SCRATCH_BYTES = 1 << 28  # of the top-k kernel, two int32 words a score, so that it runs on a part of the rows at a time
 ROW_STEP, WIDTH_STEP = 64, 4096  # shapes are rounded up, so that few kernels are compiled and few plans kept
+ALIGNED = 8  # columns: rows of scores that begin at 32 bytes
 ELEMENTS = 1 << 31  # the libraries count elements in int32: no tensor of one call reaches this
 LATENT, ROPE = 512, 64
 # Of the two wheels one asks for this on SM90, the other does not know it.
@@ -35,8 +36,10 @@ class ScoreCall(NamedTuple):
 
     begin: int
     end: int
+    key: int  # where its keys begin in the pack
     longest: int  # rows of its largest piece
     width: int  # columns of the score buffer
+    dense: bool  # a single piece whose keys reach to the end of the buffer: the score kernel for that is faster
     shifted: bool  # some keys do not start at position 0
     short: bool  # some row has fewer keys than slots
     cu_rows: Tensor  # int32 [pieces + 1], rows of each piece, cumulative
@@ -70,7 +73,7 @@ def index_topk_cudnn(
     selected = torch.empty(iq.shape[0] + ROW_STEP, k, dtype=torch.int32, device=iq.device)
     if sum(segments[1::4]) - sum(segments[::4]) < iq.shape[0]:
         selected.fill_(-1)  # for the rows without keys
-    calls = _score_calls(tuple(segments), k, iq.device)
+    calls = _score_calls(tuple(segments), ik.shape[0], k, iq.device)
     if calls:
         size = max(call.rows * call.width for call in calls)
         scores = torch.empty(size, dtype=torch.float32, device=iq.device)
@@ -94,18 +97,15 @@ def _select(
 ) -> None:
     rows = slice(call.begin, call.end)
     scores = scores[: call.rows * call.width].view(call.rows, call.width)
-    DSA.indexer_forward_wrapper(
-        iq[rows],
-        ik.unsqueeze(1),
-        w[rows],
-        ratio=1,
-        out=scores[: call.end - call.begin],
-        cu_seqlens_q=call.cu_rows,
-        cu_seqlens_k=call.cu_keys,
-        max_seqlen_q=call.longest,
-        max_seqlen_k=call.width,
-        q_causal_offsets=call.first,
-    )
+    given, target = (iq[rows], ik.unsqueeze(1), w[rows]), scores[: call.end - call.begin]
+    if call.dense:
+        keys = ik[call.key : call.key + call.width].unsqueeze(1)
+        given, target = [x.unsqueeze(0) for x in (iq[rows], keys, w[rows])], target.unsqueeze(0)
+        pieces = {}
+    else:
+        pieces = {"cu_seqlens_q": call.cu_rows, "cu_seqlens_k": call.cu_keys}
+        pieces |= {"max_seqlen_q": call.longest, "max_seqlen_k": call.width}
+    DSA.indexer_forward_wrapper(*given, ratio=1, out=target, q_causal_offsets=call.first, **pieces)
     index = out[call.begin : call.begin + call.rows]
     for part, top_k in call.top_ks:
         top_k.execute(scores[part], call.lengths[part], out_indices=index[part], workspace=scratch)
@@ -118,8 +118,11 @@ def _select(
 
 
 @lru_cache(maxsize=8)
-def _score_calls(segments: tuple[int, ...], k: int, device: torch.device) -> list[ScoreCall]:
-    """The calls for `segments`, with their arrays on the device; kept, since all layers of a micro-batch share them."""
+def _score_calls(segments: tuple[int, ...], total: int, k: int, device: torch.device) -> list[ScoreCall]:
+    """The calls for `segments` of a pack of `total` keys, with their arrays on the device.
+
+    Kept, since all layers of a micro-batch share them.
+    """
     groups: list[list[tuple[int, int, int, int]]] = []
     for piece in _pieces(segments):
         if not groups or not _fits(groups[-1], piece):
@@ -128,7 +131,7 @@ def _score_calls(segments: tuple[int, ...], k: int, device: torch.device) -> lis
     arrays, calls = [], []
     for pieces in groups:
         lengths = [torch.arange(e - (r1 - r0) + 1, e + 1) - b for r0, r1, b, e in pieces]
-        begin, end = pieces[0][0], pieces[-1][1]
+        begin, end, key = pieces[0][0], pieces[-1][1], pieces[0][2]
         arrays += [
             torch.tensor([r0 - begin for r0, *_ in pieces] + [end - begin]),
             torch.tensor([b for _, _, b, _ in pieces] + [pieces[-1][3]]),
@@ -136,7 +139,10 @@ def _score_calls(segments: tuple[int, ...], k: int, device: torch.device) -> lis
             F.pad(torch.cat(lengths), (0, _rows(pieces) - (end - begin))),
         ]
         shifted, short = any(b for _, _, b, _ in pieces), any(int(x[0]) < k for x in lengths)
-        calls.append((begin, end, max(r1 - r0 for r0, r1, *_ in pieces), _width(pieces), shifted, short))
+        width = min(_width(pieces), total - key)
+        dense = len(pieces) == 1 and width % ALIGNED == 0
+        longest = max(r1 - r0 for r0, r1, *_ in pieces)
+        calls.append((begin, end, key, longest, width if dense else _width(pieces), dense, shifted, short))
     if not calls:
         return []
     # One copy that nothing waits for. Each array is 16-byte aligned.
@@ -144,7 +150,7 @@ def _score_calls(segments: tuple[int, ...], k: int, device: torch.device) -> lis
     parts = torch.cat(padded).pin_memory().to(device, non_blocking=True).split([a.numel() for a in padded])
     parts = [part[: a.numel()] for part, a in zip(parts, arrays, strict=True)]
     arrays = [parts[i : i + 4] for i in range(0, len(parts), 4)]
-    return [ScoreCall(*call, *own, _top_ks(own[-1], call[3], k)) for call, own in zip(calls, arrays, strict=True)]
+    return [ScoreCall(*call, *own, _top_ks(own[-1], call[4], k)) for call, own in zip(calls, arrays, strict=True)]
 
 
 def _top_ks(lengths: Tensor, width: int, k: int) -> list[tuple[slice, DSA.IndexerTopK]]:
@@ -214,7 +220,7 @@ def sparse_mla_cudnn(
         for part in _row_chunks(rows, padded)
     ]
     out, _, lse = calls[0] if len(calls) == 1 else (torch.cat(x) for x in zip(*calls, strict=True))
-    lse.masked_fill_((length == 0).unsqueeze(1), float("-inf"))  # FlashMLA says +inf
+    torch.nan_to_num_(lse, nan=math.nan, posinf=-math.inf, neginf=-math.inf)  # of rows without keys FlashMLA says +inf
     return (out, lse) if padded == heads else (out[:, :heads].contiguous(), lse[:, :heads].contiguous())
 
 
@@ -227,9 +233,9 @@ def sparse_mla_backward_cudnn(
     if rows == 0:
         return torch.zeros_like(q), torch.zeros_like(kv)
     idx = _pad_slots(idx)
-    sink = torch.full((padded,), float("-inf"), device=q.device)
-    # +inf makes every probability of the row exactly 0.
-    lse = F.pad(lse.masked_fill((length == 0).unsqueeze(1), float("inf")), (0, padded - heads), value=float("inf"))
+    sink = _no_sink(padded, q.device)
+    if padded != heads:
+        lse = F.pad(lse, (0, padded - heads), value=math.inf)  # makes every probability of these heads exactly 0
     grads_q, grad_kv = [], None
     for part in _row_chunks(rows, padded):
         rest = (_pad_heads(x[part], padded) for x in (out, grad))
@@ -241,6 +247,11 @@ def sparse_mla_backward_cudnn(
         grad_kv = result["dkv"] if grad_kv is None else grad_kv.float() + result["dkv"]
     grad_q = grads_q[0].contiguous() if len(grads_q) == 1 else torch.cat(grads_q)
     return grad_q, grad_kv.to(kv.dtype)
+
+
+@cache
+def _no_sink(heads: int, device: torch.device) -> Tensor:
+    return torch.full((heads,), -math.inf, device=device)
 
 
 def _require_bf16(*tensors: Tensor) -> None:

@@ -16,11 +16,17 @@ from megatron_glm.ops import dense_mla, indexer, sparse_mla
 INF = float("inf")
 
 
-def score(q, k, w, *, ratio, out, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_causal_offsets):
-    """`indexer_forward_wrapper` on packed sequences; columns count from each sequence's first key."""
+def score(q, k, w, *, ratio, out, q_causal_offsets, **packed):
+    """`indexer_forward_wrapper` on one sequence or on packed ones; columns count from each sequence's first key."""
     out.fill_(-INF)
-    rows, keys = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    assert max(b - a for a, b in zip(rows, rows[1:], strict=False)) <= max_seqlen_q and out.shape[1] == max_seqlen_k
+    if not packed:
+        assert out.shape == (1, q.shape[1], k.shape[1])
+        rows, keys = [0, q.shape[1]], [0, k.shape[1]]
+        q, k, w, out = q[0], k[0], w[0], out[0]
+    else:
+        rows, keys = packed["cu_seqlens_q"].tolist(), packed["cu_seqlens_k"].tolist()
+        assert max(b - a for a, b in zip(rows, rows[1:], strict=False)) <= packed["max_seqlen_q"]
+        assert out.shape[1] == packed["max_seqlen_k"]
     for i, first in enumerate(q_causal_offsets.tolist()):
         part = slice(rows[i], rows[i + 1])
         scores = torch.einsum(
@@ -58,7 +64,8 @@ def flash(q, kv, indices, sm_scale, d_v, attn_sink, topk_length):
 
 
 def sparse_backward(q, kv, out, dout, lse, sink, idx, *, softmax_scale, topk_length):
-    assert q.shape[1] in (64, 128) and bool((sink == -INF).all()) and not bool((lse == -INF).any())
+    assert q.shape[1] in (64, 128) and bool((sink == -INF).all())
+    assert not bool((lse == -INF)[topk_length > 0].any())
     grads = sparse_mla.sparse_mla_backward_torch(dout, q, kv, out, lse, idx, topk_length, softmax_scale)
     return dict(zip(("dq", "dkv"), grads, strict=True))
 
@@ -107,6 +114,7 @@ def test_selection(modules, monkeypatch, pack, chunk, rows):
     monkeypatch.setattr(cudnn, "SCRATCH_BYTES", chunk // 2)
     monkeypatch.setattr(cudnn, "ROW_STEP", 4)
     monkeypatch.setattr(cudnn, "WIDTH_STEP", 8)
+    monkeypatch.setattr(cudnn, "ALIGNED", 4)
     total = sum(PACKS[pack]) + 4
     start = torch.cat([torch.full((n,), sum(PACKS[pack][:i])) for i, n in enumerate(PACKS[pack])])
     start, end = F.pad(start, (0, 4)).int(), F.pad(torch.arange(1, len(start) + 1), (0, 4)).int()
@@ -128,7 +136,7 @@ def test_selection(modules, monkeypatch, pack, chunk, rows):
 def test_score_buffer_is_bounded_at_any_length(modules):
     cudnn, _ = modules
     for segments in ((0, 131072, 0, 131072), (0, 1024, 0, 1 << 20), (0, 9000, 0, 9000, 9000, 99000, 9000, 99000)):
-        calls = cudnn._score_calls(segments, 2048, torch.device("cpu"))
+        calls = cudnn._score_calls(segments, segments[-1], 2048, torch.device("cpu"))
         assert calls[0].begin == 0 and calls[-1].end == segments[-3]
         assert all(call.rows * call.width * 4 <= cudnn.SCORE_BYTES for call in calls)
         scratch = [top_k.scratch_workspace_bytes() for call in calls for _, top_k in call.top_ks]
