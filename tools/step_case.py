@@ -36,6 +36,7 @@ FORMULA = (
     "3 x forward of the trained parts + forward of the index scores, multiply-add = 2, attention in its non-absorbed "
     "form on min(position + 1, index_topk) keys, recomputation not counted (megatron_glm/flops.py)"
 )
+IN_A_ROW = 3  # measured steps that follow each other without a wait for the device
 # The first kind whose words a kernel's name holds; what holds none is elementwise.
 KINDS = {
     "index": ("index_score", "indexer", "top_k", "mqa_logits"),  # before attention: cuDNN's are named after both
@@ -59,7 +60,9 @@ def parser_of(description: str | None) -> Parser:
     )
     group.add_argument("--dense-layers", type=int, metavar="N", help="leading layers without experts (default: 1)")
     group.add_argument("--with-optimizer", action="store_true", help="measure AdamW, too")
-    group.add_argument("--rounds", type=int, metavar="N", help="measured steps; medians are shown (default: 7)")
+    group.add_argument(
+        "--rounds", type=int, metavar="N", help="measured rounds of 3 steps; medians are shown (default: 7)"
+    )
     return parser
 
 
@@ -133,15 +136,19 @@ class Bench:
         return sum(local(tensor).nbytes for tensor in tensors)
 
     def slowest(self, work: Callable[[], object], rounds: int) -> float:
-        """Median seconds of the slowest rank, all of which start together."""
+        """Median seconds of one work of the slowest rank, all of which start together.
+
+        A round is IN_A_ROW works, so that the host runs ahead of the device as far as it does in training.
+        """
         seconds = []
         for _ in range(rounds):
             wait_for_device()
             dist.barrier(self.groups.gloo_world)
             begin = time.perf_counter()
-            work()
+            for _ in range(IN_A_ROW):
+                work()
             wait_for_device()
-            seconds.append(time.perf_counter() - begin)
+            seconds.append((time.perf_counter() - begin) / IN_A_ROW)
         worst = torch.tensor(seconds, dtype=torch.float64)
         dist.all_reduce(worst, dist.ReduceOp.MAX, self.groups.gloo_world)
         return statistics.median(worst.tolist())

@@ -21,6 +21,7 @@ from megatron_glm.ops.sparse_mla import sparse_mla
 from megatron_glm.parallel.collectives import gather_pack, gather_rows
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from megatron_glm.parallel.streams import beside
 
 
 class MLA(nn.Module):
@@ -57,14 +58,15 @@ class MLA(nn.Module):
         Returns:
             [t/TP, D] and the selection in force after this layer. Rows of padding give zero.
         """
+        alone = self.groups.cp.size() > 1 and self.groups.tp.size() == 1  # q communicates under TP
+        kv = beside(alone, lambda x: self._latents(x, plan), x)
         with kept_products():
             qr = self.q_a_proj(x)
         qr = self.q_a_layernorm(qr)
         if self.indexer is not None and plan.sparse is not None:
             topk = decided_once(lambda: self.indexer(x, qr, plan))
-        kv = self._latents(x, plan)
         q = self.q_b_proj(gather_rows(qr, self.groups.tp)).view(-1, self.heads, self.nope + self.rope)
-        out = self.attend(q, kv, topk, plan).flatten(1)
+        out = self.attend(q, kv(), topk, plan).flatten(1)
         with kept_products():
             return self.o_proj(out), topk
 

@@ -14,6 +14,7 @@ from megatron_glm.ops.experts import grouped_mlp
 from megatron_glm.parallel.dispatch import make_dispatcher
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.shard import ShardInfo
+from megatron_glm.parallel.streams import beside
 
 
 class Experts(nn.Module):
@@ -44,6 +45,7 @@ class MoE(nn.Module):
         super().__init__()
         self.gate = Router(config, groups)
         self.experts = Experts(config, groups)
+        self.has_way = groups.ep.size() > 1 and groups.tp.size() == 1  # under TP the shared expert communicates, too
         width = config.n_shared_experts * config.moe_intermediate_size
         self.shared_experts = MLP(config.hidden_size, width, groups.tp)
         self.dispatcher = make_dispatcher(
@@ -53,9 +55,9 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
         """-> output [t/TP, D] and the expert ids [t/TP, K] int64 that were chosen (-1 for padding)."""
         ids, weights = self.gate(x, plan.valid)
-        # Before the routed experts: a layer's recomputation ends with the last tensor that the backward needs, and is
-        # spared the experts' down projection and the way back if that tensor is theirs.
-        shared = self.shared_experts(x)
+        # Beside the rows' way to other ranks. Before the routed experts: a layer's recomputation ends with the last
+        # tensor that the backward needs, and is spared the down projection and the way back if that tensor is theirs.
+        shared = beside(self.has_way, self.shared_experts, x)
         rows, row_weights, counts, handle = self.dispatcher.dispatch(x, ids, weights)
         routed = self.dispatcher.combine(self.experts(rows, row_weights, counts), handle)
-        return routed + shared, ids
+        return routed + shared(), ids
