@@ -24,9 +24,10 @@ from megatron_glm.arguments import Parser, build_parser, resolve
 from megatron_glm.config import PretrainDataConfig, RunConfig
 from megatron_glm.data.packing import build_batch
 from megatron_glm.model import router
+from megatron_glm.model.glm import GLMChunk
 from megatron_glm.parallel.fsdp import local, reduce_partial_gradients, set_gradient_sync
 from megatron_glm.parallel.groups import ParallelGroups
-from megatron_glm.training.initialize import build_chunks, initialize
+from megatron_glm.training.initialize import build_chunks, current_device, initialize
 from megatron_glm.training.optimizer import build_optimizer
 from megatron_glm.training.planning import Plan
 from megatron_glm.training.step import count, run_micro_batches, train_step
@@ -94,13 +95,25 @@ def balance(experts: int) -> None:
     router.select_experts = select
 
 
+@torch.no_grad()
+def draw(chunk: GLMChunk, seed: int) -> None:
+    """Random weights made on the device; those of a training run are made on the host, which takes a minute."""
+    random = torch.Generator(current_device()).manual_seed(seed)
+    for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
+        part = local(tensor)
+        if part.dim() > 1:
+            part.normal_(0.0, chunk.config.initializer_range, generator=random)
+        else:
+            part.fill_(1 if name.endswith("weight") else 0)
+
+
 class Bench:
     """The model of this rank and a global batch of random documents."""
 
     def __init__(self, config: RunConfig, kind: str) -> None:
         self.config = config
         self.groups: ParallelGroups = initialize(config)
-        self.chunks = build_chunks(config, self.groups)
+        self.chunks = build_chunks(config, self.groups, draw)
         train, length = config.train, config.data.seq_length
         lengths = documents_of(length) if kind == "short" else (length,)
         random = np.random.default_rng((train.seed, self.groups.dp.rank()))

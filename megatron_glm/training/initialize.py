@@ -92,8 +92,10 @@ def pipeline_layout(config: RunConfig, dp_size: int) -> PipelineLayout:
     return build_layout(config.parallel, config.model, config.data.seq_length, config.micro_batches(dp_size))
 
 
-def build_chunks(config: RunConfig, groups: ParallelGroups) -> list[GLMChunk]:
-    """This rank's chunks, sharded over the data ranks, with the weights of (seed, name).
+def build_chunks(
+    config: RunConfig, groups: ParallelGroups, draw: Callable[[GLMChunk, int], None] = initialize_weights
+) -> list[GLMChunk]:
+    """This rank's chunks, sharded over the data ranks, with the weights that `draw` makes of the seed.
 
     They are cut before they take memory. Where a checkpoint is to be loaded all is zero, vocabulary padding included.
     """
@@ -114,7 +116,7 @@ def build_chunks(config: RunConfig, groups: ParallelGroups) -> list[GLMChunk]:
         shard_chunk(chunk, groups, config.parallel, config.train.bf16)
         chunk.to_empty(device=current_device())
         if config.checkpoint.load is None and config.checkpoint.load_hf is None:
-            initialize_weights(chunk, config.train.seed)
+            draw(chunk, config.train.seed)
         else:
             for tensor in (*chunk.parameters(), *chunk.buffers()):
                 local(tensor).detach().zero_()
