@@ -79,7 +79,7 @@ def test_deterministic_sums(monkeypatch, heads: int) -> None:
         runs.append(kernels.sparse_mla_backward_tilelang(*arguments))
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
     plain = kernels.sparse_mla_backward_tilelang(*arguments[:-1])
-    assert torch.equal(runs[0][0], plain[0]) and error(runs[0][1], plain[1].float()) <= 5e-3
+    assert error(runs[0][0], plain[0].float()) <= 1e-3 and error(runs[0][1], plain[1].float()) <= 5e-3
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
