@@ -115,7 +115,7 @@ def sparse_mla_backward_tilelang(
             kernel(grad, q, kv, out, lse, idx, length, grad_q, sums, scale)
     grad_kv = torch.empty_like(kv)
     groups = sparse_forward.WIDTH // (8 * order)
-    grad_kv.view(-1, groups, order, 4, 2).copy_(sums.view(-1, groups, 4, order, 2).transpose(2, 3))
+    grad_kv.view(len(kv), groups, order, 4, 2).copy_(sums.view(len(kv), groups, 4, order, 2).transpose(2, 3))
     return grad_q, grad_kv
 
 
