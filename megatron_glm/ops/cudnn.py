@@ -18,8 +18,14 @@ from torch import Tensor
 
 from megatron_glm.ops.indexer import key_segments
 
-SCORE_BYTES = 3 << 28  # fp32 scores of one call; large, because a call of few rows leaves processors idle
-SCRATCH_BYTES = 1 << 28  # of the top-k kernel, two int32 words a score, so that it runs on a part of the rows at a time
+SCORE_BYTES = 1 << 30  # fp32 scores of one call; large, because a call of few rows leaves processors idle
+SCRATCH_BYTES = (
+    135 << 22
+)  # of the top-k kernel, two int32 words a score, so that it runs on a part of the rows at a time
+# Rows of one launch a processor, where there are more than one launch takes: so many keep all processors busy to the
+# end. A thread block of the score kernel serves 128 / heads rows and a processor has two or more; four of the top-k
+# kernel, of one row each, fill a processor.
+SCORE_ROUND, TOP_K_ROUND = 16, 4
 ROW_STEP, WIDTH_STEP = 64, 4096  # shapes are rounded up, so that few kernels are compiled and few plans kept
 ALIGNED = 8  # columns: rows of scores that begin at 32 bytes
 ELEMENTS = 1 << 31  # the libraries count elements in int32: no tensor of one call reaches this
@@ -124,7 +130,7 @@ def _score_calls(segments: tuple[int, ...], total: int, k: int, device: torch.de
     Kept, since all layers of a micro-batch share them.
     """
     groups: list[list[tuple[int, int, int, int]]] = []
-    for piece in _pieces(segments):
+    for piece in _pieces(segments, _processors(device)):
         if not groups or not _fits(groups[-1], piece):
             groups.append([])
         groups[-1].append(piece)
@@ -155,7 +161,7 @@ def _score_calls(segments: tuple[int, ...], total: int, k: int, device: torch.de
 
 def _top_ks(lengths: Tensor, width: int, k: int) -> list[tuple[slice, DSA.IndexerTopK]]:
     """The class and not its wrapper, which would keep a plan of every shape it ever saw."""
-    step = max(ROW_STEP, SCRATCH_BYTES // (8 * width) // ROW_STEP * ROW_STEP)
+    step = _rounded(SCRATCH_BYTES // (8 * width), TOP_K_ROUND * _processors(lengths.device))
     plans = []
     for begin in range(0, lengths.numel(), step):
         part = slice(begin, begin + step)
@@ -166,17 +172,35 @@ def _top_ks(lengths: Tensor, width: int, k: int) -> list[tuple[slice, DSA.Indexe
     return plans
 
 
-def _pieces(segments: tuple[int, ...]):
-    """Segments, those that outgrow a score buffer cut by rows: (row begin, row end, key begin, key end)."""
-    budget = SCORE_BYTES // 4
-    for i in range(0, len(segments), 4):
+def _pieces(segments: tuple[int, ...], processors: int) -> list[tuple[int, int, int, int]]:
+    """Segments, those that outgrow a score buffer cut by rows: (row begin, row end, key begin, key end).
+
+    A segment is cut from its end, so that the rows that are no full round are its first, which see the fewest keys.
+    """
+    pieces = []
+    for i in range(len(segments) - 4, -1, -4):
         row, row_end, begin, end = segments[i : i + 4]
         while row < row_end:
-            seen = end - (row_end - row) - begin  # keys that the row before this one sees
-            most = (math.isqrt((seen + WIDTH_STEP) ** 2 + 4 * budget) - seen - WIDTH_STEP) // 2  # n * (seen + n) fits
-            rows = min(row_end - row, max(ROW_STEP, most // ROW_STEP * ROW_STEP))
-            yield row, row + rows, begin, begin + seen + rows
-            row += rows
+            most = SCORE_BYTES // (4 * _width_of(end - begin)) // ROW_STEP * ROW_STEP
+            rows = row_end - row
+            if rows > most:
+                rows = min(rows, _rounded(most, SCORE_ROUND * processors))
+            pieces.append((row_end - rows, row_end, begin, end))
+            row_end, end = row_end - rows, end - rows
+    return pieces[::-1]
+
+
+def _rounded(rows: int, unit: int) -> int:
+    """Rows of a launch that may have `rows` (never fewer than ROW_STEP): a multiple of `unit`, or of a half of it, or
+    a quarter, and so on, where it may not have so many."""
+    while unit > max(rows, ROW_STEP):
+        unit //= 2
+    return max(ROW_STEP, rows // unit * unit)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _fits(pieces: list[tuple[int, int, int, int]], piece: tuple[int, int, int, int]) -> bool:
@@ -191,7 +215,11 @@ def _rows(pieces: list[tuple[int, int, int, int]]) -> int:
 
 
 def _width(pieces: list[tuple[int, int, int, int]]) -> int:
-    return max(-(-(end - begin) // WIDTH_STEP) * WIDTH_STEP for _, _, begin, end in pieces)
+    return max(_width_of(end - begin) for _, _, begin, end in pieces)
+
+
+def _width_of(keys: int) -> int:
+    return -(-keys // WIDTH_STEP) * WIDTH_STEP
 
 
 # ---- attention to selected keys ----------------------------------------------------------------------------------

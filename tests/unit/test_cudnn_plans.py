@@ -87,7 +87,9 @@ def modules(monkeypatch):
     names = ("megatron_glm.ops.cudnn", "megatron_glm.ops.cudnn_dense")
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    yield [importlib.import_module(name) for name in names]
+    loaded = [importlib.import_module(name) for name in names]
+    monkeypatch.setattr(loaded[0], "_processors", lambda _: 132)
+    yield loaded
     for name in names:
         del sys.modules[name]
 
@@ -112,6 +114,7 @@ def test_selection(modules, monkeypatch, pack, chunk, rows):
     cudnn, _ = modules
     monkeypatch.setattr(cudnn, "SCORE_BYTES", chunk)
     monkeypatch.setattr(cudnn, "SCRATCH_BYTES", chunk // 2)
+    monkeypatch.setattr(cudnn, "_processors", lambda _: 1)
     monkeypatch.setattr(cudnn, "ROW_STEP", 4)
     monkeypatch.setattr(cudnn, "WIDTH_STEP", 8)
     monkeypatch.setattr(cudnn, "ALIGNED", 4)
@@ -139,6 +142,8 @@ def test_score_buffer_is_bounded_at_any_length(modules):
         calls = cudnn._score_calls(segments, segments[-1], 2048, torch.device("cpu"))
         assert calls[0].begin == 0 and calls[-1].end == segments[-3]
         assert all(call.rows * call.width * 4 <= cudnn.SCORE_BYTES for call in calls)
+        full = [call.end - call.begin for call in calls[1:] if call.begin not in segments[::4]]
+        assert all(rows % (cudnn.TOP_K_ROUND * 132) == 0 for rows in full if rows >= cudnn.TOP_K_ROUND * 132)
         scratch = [top_k.scratch_workspace_bytes() for call in calls for _, top_k in call.top_ks]
         assert max(scratch) <= max(cudnn.SCRATCH_BYTES, 8 * cudnn.ROW_STEP * max(call.width for call in calls))
 

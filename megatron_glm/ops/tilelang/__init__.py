@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from megatron_glm.ops.tilelang import indexer, sparse_backward, sparse_forward
+from megatron_glm.ops.triton.row_sums import add_rows
 
 SCORE_BYTES = 1 << 29  # of the fp32 score chunk of `index_topk_tilelang`
+PART_BYTES = 9 << 28  # of the deterministic backward's parts of dKV: 1024 queries of 2048 slots and 64 heads
 
 # The kernels place every barrier and every bounds check themselves. Warpgroups run side by side, so that no two
 # shared buffers may share memory, whatever the order in which the text uses them. Fast math: exp2 and log2 of the
@@ -92,10 +94,10 @@ def sparse_mla_backward_tilelang(
     scale: float,
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Backward of `sparse_mla`.
+    """Backward of `sparse_mla`. dKV is summed in fp32: by atomics, or, if `deterministic`, in a fixed order.
 
-    dKV is summed by atomic additions: in fp32, or, if `deterministic`, in 64-bit fixed point, which gives the same
-    bits every time because integer addition is associative.
+    For the latter the part of each query and slot goes to memory, in bf16 as P and dS are before it, for as many
+    queries at a time as `PART_BYTES` hold; then the parts of each key are added in the order of the queries.
     """
     grad, q, kv, idx = grad.contiguous(), q.contiguous(), kv.contiguous(), idx.contiguous()
     rows, heads = q.shape[:2]
@@ -103,24 +105,31 @@ def sparse_mla_backward_tilelang(
     _check("q", q, torch.bfloat16, (None, None, sparse_forward.WIDTH))
     _check("kv", kv, torch.bfloat16, (None, sparse_forward.WIDTH))
     grad_q = torch.empty_like(q)
-    sums = torch.zeros(kv.shape, dtype=torch.int64 if deterministic else torch.float32, device=q.device)
-    factor = _fixed_point_factor(grad, q, kv, scale) if deterministic else q.new_ones(1, dtype=torch.float32)
+    sums = torch.zeros(kv.shape, dtype=torch.float32, device=q.device)
+    order = sparse_backward.PART_ORDER if deterministic else sparse_backward.SUM_ORDER
     if rows:
         kernel = compiled(sparse_backward.backward_kernel, heads, deterministic)
-        kernel(grad, q, kv, out, lse, idx, length, grad_q, sums, factor, scale)
-    return grad_q, (sums.float() / factor).to(kv.dtype) if deterministic else sums.to(kv.dtype)
+        if deterministic:
+            _add_in_order(kernel, kv, sums, scale, grad, q, out, lse, idx, length, grad_q)
+        else:
+            kernel(grad, q, kv, out, lse, idx, length, grad_q, sums, scale)
+    grad_kv = torch.empty_like(kv)
+    groups = sparse_forward.WIDTH // (8 * order)
+    grad_kv.view(len(kv), groups, order, 4, 2).copy_(sums.view(len(kv), groups, 4, order, 2).transpose(2, 3))
+    return grad_q, grad_kv
 
 
-def _fixed_point_factor(grad: Tensor, q: Tensor, kv: Tensor, scale: float) -> Tensor:
-    """The factor [1] (fp32) that keeps every sum of `rows` contributions to one element of dKV inside 62 bits.
-
-    One contribution is sum_h P dO + dS q, where P <= 1, |dS| <= scale |dP - delta| and both of these are at most
-    C max|dO| max|kv|. A gradient that is not finite makes the factor, and with it all of dKV, not finite.
-    """
-    rows, heads = q.shape[:2]
-    if rows == 0:
-        return q.new_ones(1, dtype=torch.float32)
-    largest = [torch.linalg.vector_norm(x.flatten(), ord=float("inf"), dtype=torch.float64) for x in (grad, q, kv)]
-    slope = 2 * scale * sparse_forward.LATENT * largest[1] * largest[2]
-    bound = rows * heads * largest[0] * (1 + slope)
-    return (2.0**62 / bound.clamp_min(2.0**-60)).float().reshape(1)
+def _add_in_order(kernel, kv: Tensor, sums: Tensor, scale: float, *by_row: Tensor) -> None:
+    """Run the backward kernel over the rows of `by_row` and add to `sums`, the same bits every time."""
+    heads, (rows, slots) = by_row[1].shape[1], by_row[4].shape
+    blocks = -(-heads // sparse_forward.BLOCK)  # thread blocks a row
+    processors = torch.cuda.get_device_properties(kv.device).multi_processor_count
+    room = PART_BYTES // (2 * slots * sparse_forward.WIDTH)
+    # Full rounds of thread blocks: a processor runs one at a time.
+    step = max(processors, room // processors * processors) // blocks
+    parts = kv.new_empty(min(rows, step) * blocks, slots, sparse_forward.WIDTH)
+    for begin in range(0, rows, step):
+        grad, q, out, lse, idx, length, grad_q = (x[begin : begin + step] for x in by_row)
+        part = parts[: len(q) * blocks]
+        kernel(grad, q, kv, out, lse, idx, length, grad_q, part, scale)
+        add_rows(part, idx, length, sums)

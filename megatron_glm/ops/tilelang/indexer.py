@@ -75,7 +75,7 @@ def score_kernel():
     rows, total = T.dynamic("rows"), T.dynamic("total")
 
     @T.prim_func
-    def main(
+    def indexer_scores(
         iq: T.Tensor([rows, HEADS, DIM], "bfloat16"),
         ik: T.Tensor([total, DIM], "bfloat16"),
         w: T.Tensor([rows, HEADS], "float32"),
@@ -134,7 +134,7 @@ def score_kernel():
                         copy_keys(ik, k1_shared, i % STAGES, first + (i * 2 + 1) * KEYS, total, thread - 256)
                         T.cp_async_barrier_noinc(full1[i % STAGES])
 
-    return main
+    return indexer_scores
 
 
 @T.macro
@@ -244,7 +244,7 @@ def select_kernel():
     rows, total, k = T.dynamic("rows"), T.dynamic("total"), T.dynamic("k")
 
     @T.prim_func
-    def main(
+    def indexer_top_k(
         scores: T.Tensor([rows, total], "float32"),
         start: T.Tensor([rows], "int32"),
         end: T.Tensor([rows], "int32"),
@@ -303,4 +303,4 @@ def select_kernel():
                         above_before += T.cast(T.popcount(above_mask), "int32")
                         equal_before += T.cast(T.popcount(equal_mask), "int32")
 
-    return main
+    return indexer_top_k

@@ -1,4 +1,4 @@
-"""TileLang backward of sparse MLA on Hopper: scores once, dQ in registers, dKV added to memory as it is made."""
+"""TileLang backward of sparse MLA on Hopper: one warpgroup makes P and dS, the other dKV, while the first goes on."""
 
 from functools import cache
 from types import SimpleNamespace
@@ -7,70 +7,78 @@ import tilelang.language as T
 
 from megatron_glm.ops.tilelang.sparse_forward import BLOCK, HALF, LATENT, LOG2E, ROPE, WIDTH, gather
 
-# Adds `part`, the wgmma accumulator [64 keys, 64 columns] of one warpgroup, to the rows of its keys. Thread t holds
-# columns 8 j + 2 q and 8 j + 2 q + 1, q = t % 4, of key rows 16 (t / 32) + (t % 32) / 4 and 8 further. The additions
-# cost more than the products, and they cost by the piece of memory touched, so threads exchange values until an
-# instruction of a warp adds long pieces of few rows: fp32, 128 bytes of four rows, 16 bytes a thread.
-# The 64-bit fixed-point sums do not depend on the order of the additions, because integer addition is associative;
-# there an instruction adds 64 bytes of four rows.
+# What becomes of `part`, the wgmma accumulator [64 keys, 64 columns] of one warpgroup. Thread t has columns 8 j + 2 q
+# and 8 j + 2 q + 1, q = t % 4, j < 8, of key rows 16 (t / 32) + (t % 32) / 4 and 8 further. Memory costs more than the
+# products, and it costs by the pieces touched, so that a row of sums keeps its columns in an order of its own, in which
+# the numbers of a thread lie together: see SUM_ORDER.
+#
+# add_tile: an instruction of a warp adds 128 bytes to each of four rows; threads 4 lanes apart exchange halves for it.
+# put_tile: an instruction writes 64 bytes of each of eight rows, once and for long: past the keys in the L2.
 HELPERS = """
 #define XOR(value, lanes) __shfl_xor_sync(0xffffffffu, value, lanes)
 
-// Columns 16 m + 4 q to 16 m + 4 q + 3 of the thread's own row.
-__device__ __forceinline__ float4 four_columns(const float *part, int m, int half) {
-  const int odd = threadIdx.x & 1, high = threadIdx.x & 2;
-  const float *a = part + m * 8 + half * 2, *b = a + 4;
-  const float x = XOR(high ? a[0] : b[0], 2), y = XOR(high ? a[1] : b[1], 2);
-  const float2 low = high ? make_float2(x, y) : make_float2(a[0], a[1]);
-  const float2 up = high ? make_float2(b[0], b[1]) : make_float2(x, y);
-  const float z = XOR(odd ? low.x : up.x, 1), w = XOR(odd ? low.y : up.y, 1);
-  return odd ? make_float4(z, w, up.x, up.y) : make_float4(low.x, low.y, z, w);
+// The keys of this thread's two pairs of rows; -1 in unused slots.
+__device__ __forceinline__ void row_keys(int *keys, const int *slots, int used) {
+  const int slot = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 8 * 2;
+#pragma unroll
+  for (int n = 0; n < 4; ++n) keys[n] = slot + n / 2 * 8 + n % 2 < used ? slots[slot + n / 2 * 8 + n % 2] : -1;
 }
 
-__device__ __forceinline__ void add_tile(const float *part, float *sums, const int *keys, int used, float) {
+__device__ __forceinline__ void add_tile(const float *part, float *sums, const int *keys) {
   const int lane = threadIdx.x % 32, second = lane & 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int slot = threadIdx.x % 128 / 32 * 16 + half * 8 + lane / 8 * 2;
-    float *even = slot < used ? sums + static_cast<int64_t>(keys[slot]) * 576 + lane % 8 * 4 : nullptr;
-    float *odd = slot + 1 < used ? sums + static_cast<int64_t>(keys[slot + 1]) * 576 + lane % 8 * 4 : nullptr;
+    const int even_key = keys[half * 2], odd_key = keys[half * 2 + 1];
+    float *even = sums + static_cast<int64_t>(even_key) * 576 + lane % 4 * 4 + second * 4;
+    float *odd = sums + static_cast<int64_t>(odd_key) * 576 + lane % 4 * 4 + (second ^ 4) * 4;
 #pragma unroll
-    for (int m = 0; m < 4; m += 2) {
-      const float4 u = four_columns(part, m, half), v = four_columns(part, m + 1, half), give = second ? u : v;
-      const float4 take = make_float4(XOR(give.x, 4), XOR(give.y, 4), XOR(give.z, 4), XOR(give.w, 4));
-      if (even) atomicAdd(reinterpret_cast<float4 *>(even + m * 16), second ? take : u);
-      if (odd) atomicAdd(reinterpret_cast<float4 *>(odd + m * 16), second ? v : take);
+    for (int line = 0; line < 2; ++line) {
+      const float *a = part + line * 16 + half * 2;
+      const float4 low = make_float4(a[0], a[1], a[4], a[5]);
+      const float4 high = make_float4(XOR(a[8], 4), XOR(a[9], 4), XOR(a[12], 4), XOR(a[13], 4));
+      if (even_key >= 0) atomicAdd(reinterpret_cast<float4 *>(even + line * 32), second ? high : low);
+      if (odd_key >= 0) atomicAdd(reinterpret_cast<float4 *>(odd + line * 32), second ? low : high);
     }
   }
 }
 
-__device__ __forceinline__ void add_fixed(int64_t *to, float value) {
-  atomicAdd(reinterpret_cast<unsigned long long *>(to), static_cast<unsigned long long>(__float2ll_rn(value)));
+__device__ __forceinline__ unsigned two_bf16(float low, float high) {
+  unsigned both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
 }
 
-__device__ __forceinline__ void add_tile(const float *part, int64_t *sums, const int *keys, int used, float factor) {
-  const int lane = threadIdx.x % 32, second = lane & 4, source = lane / 4 * 4 + lane % 4 / 2;
+__device__ __forceinline__ void put_tile(const float *part, void *rows, int used) {
+  const int lane = threadIdx.x % 32, slot = threadIdx.x % 128 / 32 * 16 + lane / 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int slot = threadIdx.x % 128 / 32 * 16 + half * 8 + lane / 8 * 2;
-    int64_t *even = slot < used ? sums + static_cast<int64_t>(keys[slot]) * 576 + lane % 8 : nullptr;
-    int64_t *odd = slot + 1 < used ? sums + static_cast<int64_t>(keys[slot + 1]) * 576 + lane % 8 : nullptr;
+    uint4 *row = reinterpret_cast<uint4 *>(rows) + (slot + half * 8) * (576 / 8) + lane % 4;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      float column[2];  // 8 j + q and 8 j + 4 + q of the thread's own row
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const float x = __shfl_sync(0xffffffffu, part[j * 4 + half * 2], source + c * 2);
-        const float y = __shfl_sync(0xffffffffu, part[j * 4 + half * 2 + 1], source + c * 2);
-        column[c] = (lane % 2 ? y : x) * factor;
-      }
-      const float take = XOR(second ? column[0] : column[1], 4);
-      if (even) add_fixed(even + j * 8, second ? take : column[0]);
-      if (odd) add_fixed(odd + j * 8, second ? column[1] : take);
+    for (int line = 0; line < 2; ++line) {
+      const float *a = part + line * 16 + half * 2;
+      const unsigned x = two_bf16(a[0], a[1]), y = two_bf16(a[4], a[5]);
+      const unsigned z = two_bf16(a[8], a[9]), w = two_bf16(a[12], a[13]);
+      if (slot + half * 8 < used) __stcs(row + line * 4, make_uint4(x, y, z, w));
     }
   }
 }
 """
+
+# Column 8 (n m + j) + 2 q + c of dKV, j < n, q < 4, c < 2, is at 8 n m + 2 n q + 2 j + c; n of sums and of parts.
+SUM_ORDER, PART_ORDER = 2, 4
+PART_TYPE = "bfloat16"
+
+
+def shared_buffers() -> SimpleNamespace:
+    """Shared memory of a thread block (224 KB: q, dO, one block of keys, P, dS) and its barriers."""
+    wide = ("q_left", "q_right", "g_left", "g_right", "k_left", "k_right")
+    tiles = {name: T.alloc_shared([BLOCK, HALF], "bfloat16") for name in wide}
+    tiles |= {
+        name: T.alloc_shared([BLOCK, BLOCK], "bfloat16") for name in ("q_rope", "k_rope", "p_shared", "ds_shared")
+    }
+    names = ("full_left", "full_right", "free_right", "p_ready", "ds_ready", "tiles_free")
+    barriers = {name: T.alloc_barrier(128) for name in names}
+    return SimpleNamespace(**tiles, **barriers)
 
 
 @T.macro
@@ -81,29 +89,22 @@ def products(b, g, q, chunk, part):
 
 
 @T.macro
-def scatter(part, grad_kv, column, idx, row, first, count, factor):
-    """Add `part` to columns column … column + 63 of the keys in slots first … first + 63 of the row."""
-    T.call_extern(
-        "handle",
-        "add_tile",
-        part.data,
-        T.address_of(grad_kv[0, column]),
-        T.address_of(idx[row, first]),
-        count - first,
-        factor[0],
-    )
+def deliver(part, target, column, keys, block, first, count):
+    """Add columns column … column + 63 of 64 keys to the sums [total, WIDTH], or write them into the rows of their
+    slots [blocks, slots, WIDTH]."""
+    if len(target.shape) == 2:
+        T.call_extern("handle", "add_tile", part.data, T.address_of(target[0, column]), keys.data)
+    else:
+        T.call_extern("handle", "put_tile", part.data, T.address_of(target[block, first, column]), count - first)
 
 
-def shared_buffers() -> SimpleNamespace:
-    """Shared memory of a thread block (224 KB: q, dO, one block of keys, P, dS) and its barriers."""
-    wide = ("q_left", "q_right", "g_left", "g_right", "k_left", "k_right")
-    tiles = {name: T.alloc_shared([BLOCK, HALF], "bfloat16") for name in wide}
-    tiles |= {
-        name: T.alloc_shared([BLOCK, BLOCK], "bfloat16") for name in ("q_rope", "k_rope", "p_shared", "ds_shared")
-    }
-    names = ("full_left", "full_right", "free_left", "free_right", "p_ready", "ds_ready")
-    barriers = {name: T.alloc_barrier(128) for name in names}
-    return SimpleNamespace(**tiles, **barriers, tiles_free=T.alloc_barrier(256))
+@T.macro
+def load_slots(key, idx, row, first, count, lane):
+    """The keys that this thread helps to gather; -1 in unused slots."""
+    for r in T.unroll(4):
+        key[r] = -1
+        if first + r * 16 + lane < count:
+            key[r] = idx[row, first + r * 16 + lane]
 
 
 @T.macro
@@ -125,27 +126,35 @@ def row_delta(grad, out, product, delta, row, head, heads):
 
 
 @T.macro
-def left_warpgroup(b, grad, q, lse, idx, grad_q, grad_kv, factor, row, head, heads, count, scale):
-    """S and P; the left half of the columns and the rope columns of dQ; the left half of dKV."""
-    T.set_max_nreg(240, 1)
+def first_warpgroup(b, grad, q, kv, out, lse, idx, grad_q, row, head, heads, count, thread, scale):
+    """Gathers keys; P and dS; the left half of the columns of dQ."""
     dq = T.alloc_fragment([BLOCK, HALF], "float32")
-    dq_rope = T.alloc_fragment([BLOCK, ROPE], "float32")
     s = T.alloc_fragment([BLOCK, BLOCK], "float32")
+    ds = T.alloc_fragment([BLOCK, BLOCK], "float32")
     p = T.alloc_fragment([BLOCK, BLOCK], "bfloat16")
-    part = T.alloc_fragment([BLOCK, BLOCK], "float32")
+    ds_low = T.alloc_fragment([BLOCK, BLOCK], "bfloat16")
     lse2 = T.alloc_fragment([BLOCK], "float32")
+    delta = T.alloc_fragment([BLOCK], "float32")
+    key = T.alloc_local([4], "int32")
+    lane = thread // 8  # eight threads a key, 16 bytes each: one swizzle row of 128 bytes
+    column = thread % 8 * 8
+    if count > 0:
+        load_slots(key, idx, row, 0, count, lane)
+        gather(kv, key, b.k_left, 0, HALF, lane, column)
+        T.cp_async_barrier_noinc(b.full_left)
+        gather(kv, key, b.k_right, HALF, HALF, lane, column)
+        gather(kv, key, b.k_rope, LATENT, ROPE, lane, column)
+        T.cp_async_barrier_noinc(b.full_right)
     for h, c in T.Parallel(BLOCK, HALF):
         b.q_left[h, c] = T.if_then_else(head + h < heads, q[row, head + h, c], 0)
     for h, c in T.Parallel(BLOCK, HALF):
         b.g_left[h, c] = T.if_then_else(head + h < heads, grad[row, head + h, c], 0)
-    for h, c in T.Parallel(BLOCK, ROPE):
-        b.q_rope[h, c] = T.if_then_else(head + h < heads, q[row, head + h, LATENT + c], 0)
     for h in T.Parallel(BLOCK):
         lse2[h] = T.if_then_else(head + h < heads, lse[row, head + h] * LOG2E, 0)
+    row_delta(grad, out, ds, delta, row, head, heads)
     T.fence_proxy_async()
     T.sync_threads(1, 256)
     T.fill(dq, 0)
-    T.fill(dq_rope, 0)
     for i in T.serial(T.ceildiv(count, BLOCK)):
         T.barrier_wait(b.full_left, i & 1)
         T.fence_proxy_async()
@@ -154,7 +163,9 @@ def left_warpgroup(b, grad, q, lse, idx, grad_q, grad_kv, factor, row, head, hea
         T.fence_proxy_async()
         T.wgmma_gemm(b.q_right, b.k_right, s, transpose_B=True)
         T.wgmma_gemm(b.q_rope, b.k_rope, s, transpose_B=True)
-        T.wait_wgmma(0)
+        T.wgmma_gemm(b.g_left, b.k_left, ds, transpose_B=True, clear_accum=True)
+        T.wgmma_gemm(b.g_right, b.k_right, ds, transpose_B=True)
+        T.wait_wgmma(2)
         for h, u in T.Parallel(BLOCK, BLOCK):
             s[h, u] = T.if_then_else(i * BLOCK + u < count, T.exp2(s[h, u] * (scale * LOG2E) - lse2[h]), 0.0)
         T.copy(s, p)
@@ -162,123 +173,117 @@ def left_warpgroup(b, grad, q, lse, idx, grad_q, grad_kv, factor, row, head, hea
         T.copy(p, b.p_shared)
         T.fence_proxy_async()
         T.barrier_arrive(b.p_ready)
-        T.barrier_wait(b.ds_ready, i & 1)
-        T.wgmma_gemm(b.ds_shared, b.k_left, dq)
-        T.wgmma_gemm(b.ds_shared, b.k_rope, dq_rope)
         T.wait_wgmma(0)
-        T.barrier_arrive(b.free_left)
-        for c in T.unroll(HALF // 64):
-            products(b, b.g_left, b.q_left, c, part)
-            T.wait_wgmma(0)
-            if c == HALF // 64 - 1:
-                T.barrier_arrive(b.tiles_free)
-            scatter(part, grad_kv, c * 64, idx, row, i * BLOCK, count, factor)
-    for h, c in T.Parallel(BLOCK, HALF):
-        if head + h < heads:
-            grad_q[row, head + h, c] = dq[h, c]
-    for h, c in T.Parallel(BLOCK, ROPE):
-        if head + h < heads:
-            grad_q[row, head + h, LATENT + c] = dq_rope[h, c]
-
-
-@T.macro
-def right_warpgroup(b, grad, q, out, idx, grad_q, grad_kv, factor, row, head, heads, count, scale):
-    """dP and dS; the right half of the columns of dQ; the right half and the rope columns of dKV."""
-    T.set_max_nreg(240, 1)
-    dq = T.alloc_fragment([BLOCK, HALF], "float32")
-    ds = T.alloc_fragment([BLOCK, BLOCK], "float32")
-    ds_low = T.alloc_fragment([BLOCK, BLOCK], "bfloat16")
-    p = T.alloc_fragment([BLOCK, BLOCK], "bfloat16")
-    part_a = T.alloc_fragment([BLOCK, BLOCK], "float32")
-    part_b = T.alloc_fragment([BLOCK, BLOCK], "float32")
-    delta = T.alloc_fragment([BLOCK], "float32")
-    for h, c in T.Parallel(BLOCK, HALF):
-        b.q_right[h, c] = T.if_then_else(head + h < heads, q[row, head + h, HALF + c], 0)
-    for h, c in T.Parallel(BLOCK, HALF):
-        b.g_right[h, c] = T.if_then_else(head + h < heads, grad[row, head + h, HALF + c], 0)
-    row_delta(grad, out, ds, delta, row, head, heads)
-    T.fence_proxy_async()
-    T.sync_threads(1, 256)
-    T.fill(dq, 0)
-    for i in T.serial(T.ceildiv(count, BLOCK)):
-        T.barrier_wait(b.full_left, i & 1)
-        T.fence_proxy_async()
-        T.wgmma_gemm(b.g_left, b.k_left, ds, transpose_B=True, clear_accum=True)
-        T.barrier_wait(b.full_right, i & 1)
-        T.fence_proxy_async()
-        T.wgmma_gemm(b.g_right, b.k_right, ds, transpose_B=True)
-        T.wait_wgmma(0)
-        T.barrier_wait(b.p_ready, i & 1)
-        T.copy(b.p_shared, p)
         for h, u in T.Parallel(BLOCK, BLOCK):
             ds[h, u] = T.cast(p[h, u], "float32") * (ds[h, u] - delta[h]) * scale
         T.copy(ds, ds_low)
         T.copy(ds_low, b.ds_shared)
         T.fence_proxy_async()
-        # All rows of dS are the operand of each warp of the transposed products: wait for them too.
         T.barrier_arrive(b.ds_ready)
-        T.barrier_wait(b.ds_ready, i & 1)
-        T.wgmma_gemm(b.ds_shared, b.k_right, dq)
-        products(b, b.g_right, b.q_right, 0, part_a)
-        T.wait_wgmma(2)
-        T.barrier_arrive(b.free_right)
-        products(b, b.g_right, b.q_right, 1, part_b)
-        T.wait_wgmma(2)
-        scatter(part_a, grad_kv, HALF, idx, row, i * BLOCK, count, factor)
-        products(b, b.g_right, b.q_right, 2, part_a)
-        T.wait_wgmma(2)
-        scatter(part_b, grad_kv, HALF + 64, idx, row, i * BLOCK, count, factor)
-        products(b, b.g_right, b.q_right, 3, part_b)
-        T.wait_wgmma(2)
-        scatter(part_a, grad_kv, HALF + 128, idx, row, i * BLOCK, count, factor)
-        T.wgmma_gemm(b.ds_shared, b.q_rope, part_a, transpose_A=True, clear_accum=True)
-        T.wait_wgmma(1)
-        scatter(part_b, grad_kv, HALF + 192, idx, row, i * BLOCK, count, factor)
+        T.wgmma_gemm(ds_low, b.k_left, dq)
+        load_slots(key, idx, row, (i + 1) * BLOCK, count, lane)
         T.wait_wgmma(0)
-        T.barrier_arrive(b.tiles_free)
-        scatter(part_a, grad_kv, LATENT, idx, row, i * BLOCK, count, factor)
+        # Every warp of this warpgroup has read the buffer.
+        T.sync_threads(2, 128)
+        if (i + 1) * BLOCK < count:
+            gather(kv, key, b.k_left, 0, HALF, lane, column)
+            T.cp_async_barrier_noinc(b.full_left)
+            T.barrier_wait(b.free_right, i & 1)
+            gather(kv, key, b.k_right, HALF, HALF, lane, column)
+            gather(kv, key, b.k_rope, LATENT, ROPE, lane, column)
+            T.cp_async_barrier_noinc(b.full_right)
     for h, c in T.Parallel(BLOCK, HALF):
         if head + h < heads:
-            grad_q[row, head + h, HALF + c] = dq[h, c]
+            grad_q[row, head + h, c] = dq[h, c]
 
 
 @T.macro
-def gather_warpgroup(b, kv, idx, row, count, thread):
-    """Copies of the key blocks, as the halves of the buffer become free."""
-    T.set_max_nreg(24, 0)
-    lane = (thread - 256) // 8
-    column = (thread - 256) % 8 * 8
-    key = T.alloc_local([4], "int32")
+def key_gradients(b, dq, dq_rope, part_a, part_b, target, keys, block, first, count):
+    """One block of keys: dQ += dS K, and dKV, whose columns leave while the next ones are computed."""
+    T.wgmma_gemm(b.ds_shared, b.k_right, dq)
+    T.wgmma_gemm(b.ds_shared, b.k_rope, dq_rope)
+    products(b, b.g_left, b.q_left, 0, part_a)
+    T.wait_wgmma(2)
+    T.barrier_arrive(b.free_right)
+    products(b, b.g_left, b.q_left, 1, part_b)
+    T.wait_wgmma(2)
+    deliver(part_a, target, 0, keys, block, first, count)
+    products(b, b.g_left, b.q_left, 2, part_a)
+    T.wait_wgmma(2)
+    deliver(part_b, target, 64, keys, block, first, count)
+    products(b, b.g_left, b.q_left, 3, part_b)
+    T.wait_wgmma(2)
+    deliver(part_a, target, 128, keys, block, first, count)
+    products(b, b.g_right, b.q_right, 0, part_a)
+    T.wait_wgmma(2)
+    deliver(part_b, target, 192, keys, block, first, count)
+    products(b, b.g_right, b.q_right, 1, part_b)
+    T.wait_wgmma(2)
+    deliver(part_a, target, 256, keys, block, first, count)
+    products(b, b.g_right, b.q_right, 2, part_a)
+    T.wait_wgmma(2)
+    deliver(part_b, target, 320, keys, block, first, count)
+    products(b, b.g_right, b.q_right, 3, part_b)
+    T.wait_wgmma(2)
+    deliver(part_a, target, 384, keys, block, first, count)
+    T.wgmma_gemm(b.ds_shared, b.q_rope, part_a, transpose_A=True, clear_accum=True)
+    T.wait_wgmma(0)
+    T.barrier_arrive(b.tiles_free)
+    deliver(part_b, target, 448, keys, block, first, count)
+    deliver(part_a, target, LATENT, keys, block, first, count)
+
+
+@T.macro
+def second_warpgroup(b, grad, q, idx, grad_q, target, block, row, head, heads, count):
+    """The right half of the columns and the rope columns of dQ; dKV."""
+    dq = T.alloc_fragment([BLOCK, HALF], "float32")
+    dq_rope = T.alloc_fragment([BLOCK, ROPE], "float32")
+    part_a = T.alloc_fragment([BLOCK, BLOCK], "float32")
+    part_b = T.alloc_fragment([BLOCK, BLOCK], "float32")
+    keys = T.alloc_local([4], "int32")
+    for h, c in T.Parallel(BLOCK, HALF):
+        b.q_right[h, c] = T.if_then_else(head + h < heads, q[row, head + h, HALF + c], 0)
+    for h, c in T.Parallel(BLOCK, HALF):
+        b.g_right[h, c] = T.if_then_else(head + h < heads, grad[row, head + h, HALF + c], 0)
+    for h, c in T.Parallel(BLOCK, ROPE):
+        b.q_rope[h, c] = T.if_then_else(head + h < heads, q[row, head + h, LATENT + c], 0)
+    T.fence_proxy_async()
+    T.sync_threads(1, 256)
+    T.fill(dq, 0)
+    T.fill(dq_rope, 0)
     for i in T.serial(T.ceildiv(count, BLOCK)):
-        for r in T.unroll(4):
-            slot = i * BLOCK + r * 16 + lane
-            key[r] = -1
-            if slot < count:
-                key[r] = idx[row, slot]
-        T.barrier_wait(b.free_left, (i & 1) ^ 1)
-        gather(kv, key, b.k_left, 0, HALF, lane, column)
-        gather(kv, key, b.k_rope, LATENT, ROPE, lane, column)
-        T.cp_async_barrier_noinc(b.full_left)
-        T.barrier_wait(b.free_right, (i & 1) ^ 1)
-        gather(kv, key, b.k_right, HALF, HALF, lane, column)
-        T.cp_async_barrier_noinc(b.full_right)
+        if len(target.shape) == 2:
+            T.call_extern("handle", "row_keys", keys.data, T.address_of(idx[row, i * BLOCK]), count - i * BLOCK)
+        T.barrier_wait(b.p_ready, i & 1)
+        T.barrier_wait(b.ds_ready, i & 1)
+        key_gradients(b, dq, dq_rope, part_a, part_b, target, keys, block, i * BLOCK, count)
+    for h, c in T.Parallel(BLOCK, HALF):
+        if head + h < heads:
+            grad_q[row, head + h, HALF + c] = dq[h, c]
+    for h, c in T.Parallel(BLOCK, ROPE):
+        if head + h < heads:
+            grad_q[row, head + h, LATENT + c] = dq_rope[h, c]
 
 
 @cache
-def backward_kernel(heads: int, fixed_point: bool):
+def backward_kernel(heads: int, apart: bool):
     """Compile for `heads` local heads; rows, pack length, slots and scale stay dynamic.
 
-    One thread block serves one query row and 64 heads, with q and dO resident. For each block of 64 keys the first
-    math warpgroup computes S and P, the second dP and dS, and both hand them over through shared memory (bf16).
-    Then each owns one half of the columns: first dQ += dS K, after which the key buffer is refilled by threads
-    256-383, then, while that gather runs, dK = dS^T Q + P^T dO, 64 columns at a time, added to global memory.
+    One thread block serves one query row and 64 heads, with q and dO resident, in blocks of 64 keys. The first
+    warpgroup computes S, P, dP and dS, hands P and dS over through shared memory (bf16), adds dS K to its half of dQ
+    and gathers the next block. The second adds dS K to the rest of dQ and computes dKV = P^T dO + dS^T Q, 64 columns at
+    a time, so that the memory's work runs during the first one's products.
+
+    grad_kv is [total, WIDTH] fp32, added to by atomics, or, if `apart`, the parts of dKV of each row, block of heads
+    and slot, [rows x blocks of heads, slots, WIDTH] bf16, where nothing is written for unused slots. The columns of
+    either are in the order of SUM_ORDER and PART_ORDER.
     """
-    rows, total, slots = T.dynamic("rows"), T.dynamic("total"), T.dynamic("slots")
+    rows, total, slots, blocks = T.dynamic("rows"), T.dynamic("total"), T.dynamic("slots"), T.dynamic("blocks")
     head_blocks = -(-heads // BLOCK)
-    sum_type = "int64" if fixed_point else "float32"
+    shape, kind = ([blocks, slots, WIDTH], PART_TYPE) if apart else ([total, WIDTH], "float32")
 
     @T.prim_func
-    def main(
+    def sparse_mla_backward(
         grad: T.Tensor([rows, heads, LATENT], "bfloat16"),
         q: T.Tensor([rows, heads, WIDTH], "bfloat16"),
         kv: T.Tensor([total, WIDTH], "bfloat16"),
@@ -287,21 +292,18 @@ def backward_kernel(heads: int, fixed_point: bool):
         idx: T.Tensor([rows, slots], "int32"),
         length: T.Tensor([rows], "int32"),
         grad_q: T.Tensor([rows, heads, WIDTH], "bfloat16"),
-        grad_kv: T.Tensor([total, WIDTH], sum_type),
-        factor: T.Tensor([1], "float32"),
+        grad_kv: T.Tensor(shape, kind),
         scale: T.float32,
     ):
-        with T.Kernel(rows * head_blocks, threads=384, prelude=HELPERS) as block:
+        with T.Kernel(rows * head_blocks, threads=256, prelude=HELPERS) as block:
             b = shared_buffers()
             row = T.cast(block // head_blocks, "int64")
             head = block % head_blocks * BLOCK
             thread = T.get_thread_binding()
             count = length[row]
             with T.ws(0):
-                left_warpgroup(b, grad, q, lse, idx, grad_q, grad_kv, factor, row, head, heads, count, scale)
+                first_warpgroup(b, grad, q, kv, out, lse, idx, grad_q, row, head, heads, count, thread, scale)
             with T.ws(1):
-                right_warpgroup(b, grad, q, out, idx, grad_q, grad_kv, factor, row, head, heads, count, scale)
-            with T.ws(2):
-                gather_warpgroup(b, kv, idx, row, count, thread)
+                second_warpgroup(b, grad, q, idx, grad_q, grad_kv, T.cast(block, "int64"), row, head, heads, count)
 
-    return main
+    return sparse_mla_backward

@@ -245,7 +245,7 @@ def forward_kernel(heads: int):
     head_blocks = -(-heads // BLOCK)
 
     @T.prim_func
-    def main(
+    def sparse_mla_forward(
         q: T.Tensor([rows, heads, WIDTH], "bfloat16"),
         kv: T.Tensor([total, WIDTH], "bfloat16"),
         idx: T.Tensor([rows, slots], "int32"),
@@ -267,4 +267,4 @@ def forward_kernel(heads: int):
             with T.ws(2):
                 gather_warpgroup(b, kv, idx, row, count, thread)
 
-    return main
+    return sparse_mla_forward
