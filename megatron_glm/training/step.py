@@ -84,8 +84,8 @@ def train_step(
         set_gradient_sync(chunk, config.parallel.grad_sync == "every")
     losses = run_micro_batches(chunks, batches, groups, config, divisor=max(counts.loss_tokens, 1))
     reduce_partial_gradients(chunks)
+    names, squares = gradient_squares(chunks)  # before the host waits for the loss
     mean_loss = sum_over_ranks(losses, groups)
-    names, squares = gradient_squares(chunks)
     grad_norm = gradient_norm(squares, groups.world)
     routers = [router for chunk in chunks for router in chunk.routers()]
     if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
