@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -79,4 +80,15 @@ def _edges(sender_receiver: list[tuple[int, int]], rank: int) -> Edges:
         group = dist.new_group(sorted({sender, receiver}))
         inbound = group if receiver == rank else inbound
         outbound = group if sender == rank else outbound
+        if sender != receiver and rank in (sender, receiver):
+            _connect(group, sends=rank == sender)
     return Edges(inbound, outbound)
+
+
+def _connect(group: ProcessGroup, sends: bool) -> None:
+    """Exchange a message, because NCCL makes a communicator at the first one and holds both hosts until it is there.
+
+    In a schedule, where each rank comes to its edges in an order of its own, two would hold each other for ever.
+    """
+    message = torch.zeros(1, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    (group.send if sends else group.recv)([message], 1 - group.rank(), 0).wait()

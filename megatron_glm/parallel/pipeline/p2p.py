@@ -7,7 +7,9 @@ previous one; the ring closes). The receiver posts its receives in the order in 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -60,6 +62,11 @@ class Boundary:
     topk_stages: tuple[bool, ...]  # per stage: whether its input comes with the selection [t, K] int32
 
 
+@cache
+def _idle_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 class Mailbox:
     """The messages of one rank during one run of a schedule.
 
@@ -82,9 +89,11 @@ class Mailbox:
         if cause is None or cause[0] == self._rank or action in self._received:
             return
         for arrival in self._arrivals[action.kind]:
-            shapes = self._shapes(self._rank, arrival)
-            buffers = [torch.empty(shape, dtype=dtype, device=self._boundary.device) for shape, dtype in shapes]
-            pending = [self._transport.receive(arrival.kind, buffer) for buffer in buffers]
+            shapes, device = self._shapes(self._rank, arrival), self._boundary.device
+            # NCCL begins when the current stream has come so far: on one without work a receive overlaps the computing.
+            with torch.cuda.stream(_idle_stream(device)) if device.type == "cuda" else nullcontext():
+                buffers = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
+                pending = [self._transport.receive(arrival.kind, buffer) for buffer in buffers]
             self._received[arrival] = buffers, pending
             if arrival == action:
                 return
@@ -93,8 +102,10 @@ class Mailbox:
         """The tensors that `action` needs, once they are here; none where the pipeline begins or turns round."""
         self.post(action)
         tensors, pending = self._received.pop(action, ([], []))
-        for work in pending:
+        for tensor, work in zip(tensors, pending, strict=False):  # a message to this rank itself has nothing pending
             work.wait()
+            if tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return tensors
 
     def put(self, action: Action, tensors: list[Tensor | None]) -> None:

@@ -12,8 +12,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron_glm.parallel.pipeline.p2p import Boundary, Mailbox, Transport
 from megatron_glm.parallel.pipeline.schedule import Action, Schedule, check_schedule
 
-LOOK_AHEAD = 1  # actions whose receives are posted before the current one computes
-
 
 class Output(Protocol):
     hidden: Tensor | None  # [t, D], None on the last stage
@@ -59,15 +57,17 @@ class Runner:
         live: dict[tuple[int, int], tuple[Tensor | None, list[GradientEdge | Tensor]]] = {}
         losses: dict[int, Tensor] = {}
         actions = self.schedule.actions[self.rank]
-        for i, action in enumerate(actions):
-            for coming in actions[i : i + 1 + LOOK_AHEAD]:
-                mailbox.post(coming)
+        for action, coming in zip(actions, (*actions[1:], None), strict=True):
             if action.kind == "F":
                 self._forward(action, forward, mailbox, live, losses)
             else:
                 if before_last_backward is not None and action == self._last[action.chunk]:
                     before_last_backward(action.chunk)
                 self._backward(action, mailbox, *live.pop(action[1:]))
+            # Behind the action's work and messages, which the host has started: a device that must come to rest first,
+            # to load a kernel say, waits for a receive on its way, and that for what the neighbour gets from here.
+            if coming is not None:
+                mailbox.post(coming)
         mailbox.close()
         return [losses[micro_batch] for micro_batch in sorted(losses)]
 
