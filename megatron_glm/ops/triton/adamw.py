@@ -41,10 +41,13 @@ def adamw(
 ) -> None:  # fmt: skip
     """Step number `step` (fp32 scalar on the device, counted from 1) of torch.optim.AdamW on grad * scale, in place.
 
-    parameter, grad, mean, square: contiguous fp32 of one shape; copy: the same in another dtype, or None.
+    parameter, mean, square: fp32 of one shape; grad: of that shape in any type; copy: the same in another type, or None.
     """
+    for tensor in (parameter, mean, square, *([] if copy is None else [copy])):
+        if not tensor.is_contiguous():
+            raise ValueError(f"AdamW in one pass needs contiguous tensors, not strides {tensor.stride()}")
     if parameter.numel():
         _adamw[(triton.cdiv(parameter.numel(), BLOCK),)](
-            parameter, grad, mean, square, parameter if copy is None else copy, step, parameter.numel(),
+            parameter, grad.contiguous(), mean, square, parameter if copy is None else copy, step, parameter.numel(),
             lr, decay, *betas, *(math.log(beta) for beta in betas), eps, scale, copy is not None, BLOCK, num_warps=4,
         )  # fmt: skip
