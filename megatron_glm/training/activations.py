@@ -111,8 +111,8 @@ def head_kept(model: ModelConfig, s: Shapes) -> int:
 
 
 def head_bytes(config: RunConfig, s: Shapes) -> int:
-    """Most bytes at the head: what it keeps, the normalised hidden states, the logits of one chunk, whose gradient takes
-    their place, and a second copy of the matrix's gradient in the forward's type, if it is another."""
+    """Most bytes at the head: what it keeps, the normalised hidden states, the logits of one chunk, whose gradient
+    takes their place, and a second copy of the matrix's gradient in the forward's type, if it is another."""
     model, rows = config.model, min(config.kernels.loss_chunk_size, s.tokens)
     vocab = -(-model.vocab_size // s.tp)
     other = vocab * model.hidden_size * (s.b % 4)

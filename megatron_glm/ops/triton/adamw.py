@@ -41,7 +41,7 @@ def adamw(
 ) -> None:  # fmt: skip
     """Step number `step` (fp32 scalar on the device, counted from 1) of torch.optim.AdamW on grad * scale, in place.
 
-    parameter, mean, square: fp32 of one shape; grad: of that shape in any type; copy: the same in another type, or None.
+    parameter, mean, square: fp32 of one shape; grad, copy (or None): of that shape in any type.
     """
     for tensor in (parameter, mean, square, *([] if copy is None else [copy])):
         if not tensor.is_contiguous():
