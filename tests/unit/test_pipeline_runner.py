@@ -85,6 +85,22 @@ class MemoryTransport:
         return receipt
 
 
+class RestingTransport(MemoryTransport):
+    """Before it computes, a device waits for all receives on their way, as one does that has to load a kernel first."""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.receipts: list[Receipt] = []
+
+    def receive(self, kind: str, buffer: Tensor) -> Receipt:
+        self.receipts.append(super().receive(kind, buffer))
+        return self.receipts[-1]
+
+    def rest(self) -> None:
+        for receipt in self.receipts:
+            receipt.wait()
+
+
 class Output(NamedTuple):
     hidden: Tensor | None
     topk: Tensor | None
@@ -127,17 +143,21 @@ class Run(NamedTuple):
     channels: dict[tuple[str, int], Channel]
 
 
-def execute(schedule: Schedule, topk_stages: tuple[bool, ...], transports=None, steps: int = 1) -> Run:
+def execute(
+    schedule: Schedule, topk_stages: tuple[bool, ...], transports=None, steps: int = 1, transport=MemoryTransport
+) -> Run:
     pp = schedule.pp
     model = Model(pp * schedule.chunks, topk_stages)
     channels = {(kind, rank): Channel() for kind in "FB" for rank in range(pp)}
-    transports = transports or [MemoryTransport(channels, pp, rank) for rank in range(pp)]
+    transports = transports or [transport(channels, pp, rank) for rank in range(pp)]
     boundary = Boundary(TOKENS, HIDDEN, torch.float32, torch.device("cpu"), TOPK, topk_stages)
     order = [[] for _ in range(pp)]
 
     def work(rank: int) -> list[Tensor]:
         def forward(chunk, micro_batch, hidden, topk):
             order[rank].append(Action("F", chunk, micro_batch))
+            if isinstance(transports[rank], RestingTransport):
+                transports[rank].rest()
             output = model.forward(chunk * pp + rank, micro_batch, hidden, topk)
             if not schedule.forward_only:  # a hook on the output must fire although only its graph is kept
                 output.hidden.register_hook(lambda _: order[rank].append(Action("B", chunk, micro_batch)))
@@ -177,6 +197,12 @@ def test_every_layout_runs_in_schedule_order_and_equals_one_process(pp):
             check_equal_to_one_process(run, schedule, alternating(pp * chunks))
             sent = [channel for channel in run.channels.values() if channel.bytes]
             assert all(channel.sent.empty() and not channel.posted for channel in sent)
+
+
+@pytest.mark.parametrize("pp, chunks, micro_batches", [(2, 1, 4), (2, 2, 4), (3, 3, 7), (4, 2, 8)])
+def test_no_receive_on_its_way_waits_for_what_its_rank_has_yet_to_send(pp, chunks, micro_batches):
+    schedule, topk_stages = build_schedule(pp, chunks, micro_batches), alternating(pp * chunks)
+    check_equal_to_one_process(execute(schedule, topk_stages, transport=RestingTransport), schedule, topk_stages)
 
 
 def test_forward_only_needs_no_graph_and_gives_the_same_losses():
