@@ -131,8 +131,8 @@ class FakeGroup(tuple):
     "world, sizes", [(1, {}), (8, {"pp": 2, "cp": 2}), (16, {"tp": 2, "cp": 2, "pp": 2, "ep": 4, "node": 2})]
 )
 def test_all_ranks_create_the_same_groups_in_the_same_order(monkeypatch, world, sizes):
-    """A rank that skips or swaps one `new_group` hangs the others."""
-    created = []
+    """A rank that skips or swaps one `new_group`, or one first message over a pipeline edge, hangs the others."""
+    created, connected = [], []
 
     def new_group(ranks=None, backend=None):
         created[-1].append((tuple(ranks or range(world)), backend))
@@ -143,10 +143,12 @@ def test_all_ranks_create_the_same_groups_in_the_same_order(monkeypatch, world, 
     fake = SimpleNamespace(group=SimpleNamespace(WORLD=everyone), new_group=new_group)
     fake.get_world_size, fake.get_backend = lambda: world, lambda: "nccl"
     monkeypatch.setattr(groups_module, "dist", fake)
+    monkeypatch.setattr(groups_module, "_connect", lambda group, sends: connected[-1].append((tuple(group), sends)))
     config = parallel(**sizes)
     grid = Grid.create(config, world)
     for rank in range(world):
         created.append([])
+        connected.append([])
         fake.get_rank = lambda rank=rank: rank
         groups = ParallelGroups.create(config)
         for name in GROUP_AXES:
@@ -164,6 +166,11 @@ def test_all_ranks_create_the_same_groups_in_the_same_order(monkeypatch, world, 
         assert len({id(group) for group in (*groups.pp_forward, *groups.pp_backward)}) == (4 if grid.pp > 1 else 2)
     assert all(calls == created[0] for calls in created)
     assert created[0].count((tuple(range(world)), "gloo")) == 2
+    assert all(len(edges) == (4 if grid.pp > 1 else 0) for edges in connected)
+    while any(connected):  # a first message holds both ranks until both have come to it
+        ready = [edges[0][0] for edges in connected if edges]
+        ranks = next(ranks for ranks in ready if all(connected[r] and connected[r][0][0] == ranks for r in ranks))
+        assert sorted(connected[rank].pop(0)[1] for rank in ranks) == [False, True]
 
 
 def test_groups_of_one_process():
