@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -13,6 +12,7 @@ from megatron_glm.model_config import ModelConfig
 from megatron_glm.ops.indexer import index_topk
 from megatron_glm.ops.latent import count, put_rows
 from megatron_glm.ops.rope import rotate_
+from megatron_glm.ops.routing import linear_in_fp32
 from megatron_glm.parallel.collectives import gather_pack, gather_values
 from megatron_glm.parallel.linear import ReplicatedLinear
 
@@ -62,12 +62,7 @@ class Indexer(nn.Module):
 
         The scale of the scores is positive, so it passes through the relu and is folded in here.
         """
-        weight = self.weights_proj.weight
-        if x.is_cuda and x.dtype == torch.bfloat16:  # the same products and sums without fp32 copies of the inputs
-            product = torch.mm(x, weight.t(), out_dtype=torch.float32)
-        else:
-            product = F.linear(x.float(), weight.float())
-        return product * (self.n_heads * self.head_dim) ** -0.5
+        return linear_in_fp32(x, self.weights_proj.weight) * (self.n_heads * self.head_dim) ** -0.5
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rope on the first dims of an index head (in MLA it is on the last), in place: x is a fresh projection."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron_glm.model_config import ModelConfig
 from megatron_glm.ops.kept import decided_once
-from megatron_glm.ops.routing import expert_weights, router_logits, select_experts
+from megatron_glm.ops.routing import expert_weights, linear_in_fp32, select_experts
 from megatron_glm.parallel.collectives import sum_over
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.linear import replicated
@@ -39,7 +39,7 @@ class Router(nn.Module):
             ids [t/TP, K] int64, -1 for padding, and weights [t/TP, K] fp32.
         """
         config = self.config
-        logits = router_logits(x, self.weight)
+        logits = linear_in_fp32(x, self.weight)
         choice = torch.sigmoid(logits.detach()) + self.e_score_correction_bias
         limits = config.num_experts_per_tok, config.n_group, config.topk_group
         ids = decided_once(lambda: select_experts(choice, *limits))

@@ -17,7 +17,7 @@ def _one_pass(x: Tensor, weight: Tensor) -> bool:
     return x.is_cuda and x.dtype == weight.dtype == torch.bfloat16
 
 
-def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+def linear_in_fp32(x: Tensor, weight: Tensor) -> Tensor:
     """x [t, D], weight [E, D] -> x @ weight.T [t, E] in fp32; products of bf16 numbers are exact there.
 
     Differentiable, but on CUDA in bf16, where `expert_weights` carries the gradient: no fp32 copy of x is made or kept.
@@ -56,7 +56,7 @@ def select_experts(choice: Tensor, k: int, n_group: int, topk_group: int) -> Ten
 def expert_weights(x: Tensor, weight: Tensor, logits: Tensor, ids: Tensor, normalise: bool, scale: float) -> Tensor:
     """The weights [t, K] fp32 of the chosen experts: sigmoid of their logits, over their sum if asked, times scale.
 
-    x [t, D], weight [E, D] and logits [t, E] are those of `router_logits`; ids [t, K] int64.
+    x [t, D], weight [E, D] and logits [t, E] are those of `linear_in_fp32`; ids [t, K] int64.
     """
     if _one_pass(x, weight):
         return _ExpertWeights.apply(x, weight, logits, ids, normalise, scale)
