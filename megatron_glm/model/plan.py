@@ -13,6 +13,7 @@ from megatron_glm.model_config import ModelConfig
 from megatron_glm.ops.indexer import key_segments
 from megatron_glm.ops.latent import Forms, Rows
 from megatron_glm.ops.rope import rope_tables
+from megatron_glm.ops.upload import upload
 from megatron_glm.parallel.collectives import PackOrder
 from megatron_glm.parallel.context import pack_order, zigzag_ranges, zigzag_rows
 
@@ -171,11 +172,6 @@ def _rows(index: Tensor, device: torch.device | str) -> Rows:
         first = int(index[0]) if len(index) else 0
         return slice(first, first + len(index))
     return upload(index, device)
-
-
-def upload(x: Tensor, device: torch.device | str) -> Tensor:
-    """Through pinned memory to CUDA: a copy from other memory waits for all that the device has been given."""
-    return x.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else x.to(device)
 
 
 def _sparse_rows(

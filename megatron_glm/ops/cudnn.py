@@ -17,6 +17,7 @@ from flash_mla import flash_mla_sparse_fwd
 from torch import Tensor
 
 from megatron_glm.ops.indexer import key_segments
+from megatron_glm.ops.upload import upload
 
 SCORE_BYTES = 1 << 30  # fp32 scores of one call; large, because a call of few rows leaves processors idle
 SCRATCH_BYTES = (
@@ -153,7 +154,7 @@ def _score_calls(segments: tuple[int, ...], total: int, k: int, device: torch.de
         return []
     # One copy that nothing waits for. Each array is 16-byte aligned.
     padded = [F.pad(a.int(), (0, -a.numel() % 4)) for a in arrays]
-    parts = torch.cat(padded).pin_memory().to(device, non_blocking=True).split([a.numel() for a in padded])
+    parts = upload(torch.cat(padded), device).split([a.numel() for a in padded])
     parts = [part[: a.numel()] for part, a in zip(parts, arrays, strict=True)]
     arrays = [parts[i : i + 4] for i in range(0, len(parts), 4)]
     return [ScoreCall(*call, *own, _top_ks(own[-1], call[4], k)) for call, own in zip(calls, arrays, strict=True)]

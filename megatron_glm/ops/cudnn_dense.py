@@ -10,6 +10,8 @@ import cudnn
 import torch
 from torch import Tensor
 
+from megatron_glm.ops.upload import upload
+
 BF16, FP32, INT32, INT64 = (getattr(cudnn.data_type, name) for name in ("BFLOAT16", "FLOAT", "INT32", "INT64"))
 ELEMENTS = 1 << 29  # of a tensor of one call, where it is still as fast and was seen to be right
 UIDS = {
@@ -132,20 +134,16 @@ def _plan(segments: tuple[int, ...], n_keys: int, heads: int, dim: int, v_dim: i
     lengths = torch.tensor([rows + [0] * fill, keys + [0] * fill])
     widths = {"q_at": dim, "k_at": dim, "v_at": v_dim, "o_at": v_dim, "stats_at": 1}
     offsets = [heads * width * (key_at if name in ("k_at", "v_at") else row_at) for name, width in widths.items()]
-    arrays = dict(zip(widths, _upload(torch.stack(offsets), device), strict=True))
-    arrays |= dict(zip(("rows", "keys"), _upload(lengths.int(), device), strict=True))
+    arrays = dict(zip(widths, upload(torch.stack(offsets), device), strict=True))
+    arrays |= dict(zip(("rows", "keys"), upload(lengths.int(), device), strict=True))
     return Segments(
         batch=batch,
         longest=(_round_up(max(rows), 512), _round_up(max(keys), 512)),
         total=(_round_up(sum(rows), 1024), _round_up(sum(keys), 1024)),
         rectangular=rows != keys,
-        gather=None if gather is None else _upload(gather, device),
+        gather=None if gather is None else upload(gather, device),
         arrays=arrays,
     )
-
-
-def _upload(x: Tensor, device: torch.device) -> Tensor:
-    return x.pin_memory().to(device, non_blocking=True)
 
 
 @lru_cache(maxsize=1)

@@ -15,8 +15,9 @@ from megatron_glm.config import RunConfig
 from megatron_glm.data.packing import IGNORE, PackedBatch
 from megatron_glm.flops import training_flops
 from megatron_glm.model.glm import ChunkOutput, GLMChunk
-from megatron_glm.model.plan import AttentionPlan, has_sparse_rows, upload
+from megatron_glm.model.plan import AttentionPlan, has_sparse_rows
 from megatron_glm.model.router import update_router_biases
+from megatron_glm.ops.upload import upload
 from megatron_glm.parallel.fsdp import local, reduce_partial_gradients, set_gradient_sync
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.pipeline.p2p import Boundary, GroupTransport
