@@ -216,7 +216,7 @@ def measure_step(config: RunConfig, flags: argparse.Namespace) -> dict:
     forward, kept = bench.forwards(step, rounds) if bench.groups.pp.size() == 1 else (None, None)
     table = kernel_table(step) if config.logging.profile else None
     rate, ranks = matmul_rate(), dist.get_world_size()
-    planned_bytes, planned_kept = planned(config, ranks, dist.get_rank())
+    plan, place = Plan.create(config, ranks, min(ranks, 8)), bench.groups.pp.rank()
     tokens, flops = bench.counts.tokens, bench.counts.flops
     result = {
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
@@ -236,8 +236,8 @@ def measure_step(config: RunConfig, flags: argparse.Namespace) -> dict:
         "flops_formula": FORMULA,
         "matmul_tflops": rate,
         "share_of_matmul_rate": flops / both / ranks / 1e12 / rate,
-        "planned_bytes": planned_bytes,
-        "planned_kept_by_a_forward": planned_kept,
+        "planned_bytes": plan.memory(place),
+        "planned_kept_by_a_forward": plan.kept_by_a_forward(place),
         "bytes_kept_by_a_forward": kept,
         "peak_bytes": peak,
         "peak_bytes_above_weights_and_gradients": None if peak is None else peak - held,
@@ -247,18 +247,26 @@ def measure_step(config: RunConfig, flags: argparse.Namespace) -> dict:
         whole = bench.slowest(lambda: bench.whole_step(optimizer), rounds)
         result |= {"ms_step": whole * 1e3, "ms_optimizer": (whole - both) * 1e3}
         result["tokens_per_second_per_gpu_with_optimizer"] = tokens / whole / ranks
-    return result | ({} if table is None else {"kernels_ms": table})
+    if table is not None:
+        result["kernels_ms"] = table
+        if bench.groups.pp.size() > 1:
+            simulated = plan.simulation.idle
+            result |= {"pipeline_idle": idle_share(table, bench.groups), "pipeline_idle_simulated": simulated}
+    return result
 
 
-def planned(config: RunConfig, ranks: int, rank: int) -> tuple[dict[str, int], int]:
-    """What tools/plan.py says of this rank's memory, by kind, and of what a forward leaves with the head's part."""
-    plan = Plan.create(config, ranks, min(ranks, 8))
-    pipeline_rank = next(group.index(rank) for group in plan.grid.groups("pp") if rank in group)
-    return plan.memory(pipeline_rank), plan.kept_by_a_forward(pipeline_rank)
+def idle_share(table: dict[str, float], groups: ParallelGroups) -> float:
+    """Share of the ranks' time of one step, as long as the longest took, in which no kernel but communication runs."""
+    whole = table["from first to last"]
+    mine = torch.tensor([whole - table["idle"] - table["communication alone"], whole], dtype=torch.float64)
+    ranks = [torch.empty_like(mine) for _ in range(groups.gloo_world.size())]
+    dist.all_gather(ranks, mine, groups.gloo_world)
+    work, whole = torch.stack(ranks).unbind(1)
+    return 1 - (work.mean() / whole.max()).item()
 
 
 def kernel_table(step: Callable[[], None]) -> dict[str, float]:
-    """Milliseconds of one step's device time by kind of kernel; `idle` is the rest of the time from first to last."""
+    """Milliseconds of one step's device time, see `by_kind`."""
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CUDA] if torch.cuda.is_available() else [ProfilerActivity.CPU]
@@ -272,13 +280,22 @@ def kernel_table(step: Callable[[], None]) -> dict[str, float]:
 
 
 def by_kind(spans: list[tuple[str, float, float]]) -> dict[str, float]:
-    """(name, start, end) of kernels in microseconds -> milliseconds of each kind, and idle: when none runs."""
-    times, busy, until = Counter(), 0.0, float("-inf")
+    """(name, start, end) of kernels in microseconds -> milliseconds of each kind, and of times when few or none run.
+
+    `communication alone`: when nothing else runs, a wait; the rest of the communication is overlapped. `idle`: when no
+    kernel runs. `from first to last`: all of it.
+    """
+    times, busy, working = Counter(), 0.0, 0.0
+    until = until_work = float("-inf")
     for name, start, end in sorted(spans, key=lambda span: span[1]):
         lower = name.lower()
         kind = next((kind for kind, words in KINDS.items() if any(word in lower for word in words)), "elementwise")
         times[kind] += end - start
         busy += max(0.0, end - max(start, until))
         until = max(until, end)
-    span = until - min((start for _, start, _ in spans), default=until)
-    return {kind: time / 1e3 for kind, time in times.most_common()} | {"idle": (span - busy) / 1e3 if spans else 0.0}
+        if kind != "communication":
+            working += max(0.0, end - max(start, until_work))
+            until_work = max(until_work, end)
+    whole = until - min(start for _, start, _ in spans) if spans else 0.0
+    rest = {"communication alone": busy - working, "idle": whole - busy, "from first to last": whole}
+    return {kind: time / 1e3 for kind, time in (*times.most_common(), *rest.items())}

@@ -42,11 +42,12 @@ def test_one_json_line_with_consistent_numbers():
 
 
 def test_it_runs_under_torchrun_in_a_layout():
-    done = benchmark(*TINY, "--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "1", ranks=2)
+    done = benchmark(*TINY, "--pipeline-model-parallel-size", "2", "--global-batch-size", "4", "--profile", ranks=2)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
-    assert (result["ranks"], result["micro_batches"], result["tokens"]) == (2, 2, 64)
+    assert (result["ranks"], result["micro_batches"], result["tokens"]) == (2, 4, 128)
     assert result["ms_forward"] is None, "a pipeline's forwards and backwards overlap"
+    assert 0 < result["pipeline_idle"] < 1 and 0 < result["pipeline_idle_simulated"] < 1
 
 
 def test_wrong_flags_are_named():
@@ -64,6 +65,9 @@ def test_kernels_by_kind():
         ("elementwise_add", 50, 60),
         ("Memcpy DtoD", 60, 61),
         ("kernel_cutlass_sparse_attentionindexer_forward", 61, 63),
+        ("ncclDevKernel_SendRecv", 5, 12),
+        ("ncclDevKernel_SendRecv", 28, 40),
+        ("ncclDevKernel_AllGather", 62, 64),
     ]
     found = by_kind([(name, 1e3 * start, 1e3 * end) for name, start, end in spans])
     assert found == {
@@ -72,7 +76,10 @@ def test_kernels_by_kind():
         "elementwise": 10.0,
         "index": 2.0,
         "copies and casts": 1.0,
-        "idle": 20.0,
+        "communication": 21.0,
+        "communication alone": 11.0,
+        "idle": 10.0,
+        "from first to last": 64.0,
     }
 
 
