@@ -72,7 +72,9 @@ def close_groups(groups: Any) -> None:
     """End the process groups in a `ParallelGroups`. A case that made some calls it when it is done: each group has
     threads that poll a hundred times a second, and those of dozens of cases starve two cores."""
     fields = [value if isinstance(value, tuple) else (value,) for value in vars(groups).values()]
-    for group in {group for field in fields for group in field} - {None, dist.group.WORLD}:
+    made = {group for field in fields for group in field} - {None, dist.group.WORLD}
+    # In the order in which they were made: NCCL waits for the other ranks of a communicator, which end theirs so, too.
+    for group in sorted(made, key=lambda group: int(group.group_name)):
         dist.destroy_process_group(group)
 
 

@@ -53,28 +53,28 @@ def dense_mla_backward_cudnn(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Backward of `ops.dense_mla.dense_mla`."""
     grad_q = torch.empty_like(q) if _rows_used(segments) == q.shape[0] else torch.zeros_like(q)
-    parts = _parts(tuple(segments), q.shape[1] * max(q.shape[2], v.shape[2]))
-    grad_k = grad_v = None
-    if len(parts) != 1 or parts[0][1] != slice(0, k.shape[0]):
-        grad_k, grad_v = torch.zeros_like(k), torch.zeros_like(v)
-    for rows, keys, own in parts:
+    grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
+    written = 0  # keys whose gradients hold something: the first ones
+    for rows, keys, own in _parts(tuple(segments), q.shape[1] * max(q.shape[2], v.shape[2])):
         plan = _plan(own, keys.stop - keys.start, q.shape[1], q.shape[2], v.shape[2], q.device)
         part_k, part_v = _gathered(plan, k[keys], v[keys])
         given = dict(q=q[rows].contiguous(), k=part_k, v=part_v, o=out[rows], stats=lse[rows], grad=grad[rows])
-        sums = torch.empty_like(part_k), torch.empty_like(part_v)
+        in_place = plan.gather is None and keys.start >= written
+        sums = (grad_k[keys], grad_v[keys]) if in_place else (torch.empty_like(part_k), torch.empty_like(part_v))
         graph = _graph(True, plan.batch, plan.longest, plan.total, plan.rectangular, *q.shape[1:], v.shape[2], scale)
         _execute(graph, plan, **given, dq=grad_q[rows], dk=sums[0], dv=sums[1])
-        if plan.gather is not None:
-            shapes = k[keys].shape, v[keys].shape
-            sums = tuple(
-                torch.zeros(shape, device=q.device).index_add_(0, plan.gather, x.float()).to(x.dtype)
-                for shape, x in zip(shapes, sums, strict=True)
-            )
-        if grad_k is None:
-            grad_k, grad_v = sums
-        else:
-            grad_k[keys] += sums[0]
-            grad_v[keys] += sums[1]
+        both = max(keys.start, min(written, keys.stop))  # where the keys that an earlier part has seen, too, end
+        for total, x in zip((grad_k, grad_v), sums, strict=True):
+            total[written : keys.start] = 0
+            if not in_place:
+                if plan.gather is not None:
+                    shape = (keys.stop - keys.start, *x.shape[1:])
+                    x = torch.zeros(shape, device=x.device).index_add_(0, plan.gather, x.float()).to(x.dtype)
+                total[keys.start : both] += x[: both - keys.start]
+                total[both : keys.stop] = x[both - keys.start :]
+        written = max(written, keys.stop)
+    for total in (grad_k, grad_v):
+        total[written:] = 0
     return grad_q, grad_k, grad_v
 
 
@@ -86,6 +86,8 @@ def _rows_used(segments: list[int]) -> int:
 def _parts(segments: tuple[int, ...], width: int) -> list[tuple[slice, slice, tuple[int, ...]]]:
     """Runs of segments that one call serves: their rows, their keys, and the segments counted from there.
 
+    Segments with more keys than rows need another mask, which makes all of a call slower: they have their own.
+
     width: elements of a row. cuDNN's backward is wrong past 2^31 elements.
     """
     groups: list[list[tuple[int, ...]]] = []
@@ -93,7 +95,8 @@ def _parts(segments: tuple[int, ...], width: int) -> list[tuple[slice, slice, tu
         if segment[1] == segment[0]:
             continue
         joined = [*groups[-1], segment] if groups else []
-        if not joined or max(_length(joined, 0), _length(joined, 2)) * width > ELEMENTS:
+        alike = {s[1] - s[0] == s[3] - s[2] for s in joined}
+        if len(alike) != 1 or max(_length(joined, 0), _length(joined, 2)) * width > ELEMENTS:
             groups.append([])
         groups[-1].append(segment)
     parts = []

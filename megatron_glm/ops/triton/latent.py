@@ -1,93 +1,15 @@
-"""`ops/latent.py` with as few passes over memory as there are buffers: GEMMs write into parts of the buffer that the
-attention reads, and one kernel moves what is left. A buffer is zeroed only where rows of neither form remain in it.
+"""`ops/latent.py` with as few passes over memory as there are buffers: GEMMs write into the buffers that the attention
+reads, and one kernel rotates. A buffer is zeroed only where rows of neither form remain in it.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from megatron_glm.ops.latent import Forms, Rows, count, put_rows
 from megatron_glm.ops.triton.rope import move_rotated
-
-HEADS = 16  # of one program, or of one step of a program
-
-
-@triton.jit
-def _expand(
-    both,
-    latents,
-    keys,
-    values,
-    heads,
-    latent_stride,
-    nope: tl.constexpr,
-    rope: tl.constexpr,
-    value: tl.constexpr,
-    block_heads: tl.constexpr,
-    block_nope: tl.constexpr,
-    block_rope: tl.constexpr,
-    block_value: tl.constexpr,
-):
-    """keys = [both[:nope] | rope of all heads], values = both[nope:]."""
-    row = tl.program_id(0).to(tl.int64)
-    head = (tl.program_id(1) * block_heads + tl.arange(0, block_heads))[:, None]
-    at = row * heads + head
-    column = tl.arange(0, block_nope)[None, :]
-    inside = (head < heads) & (column < nope)
-    x = tl.load(both + at * (nope + value) + column, mask=inside)
-    tl.store(keys + at * (nope + rope) + column, x, mask=inside)
-    column = tl.arange(0, block_value)[None, :]
-    inside = (head < heads) & (column < value)
-    x = tl.load(both + at * (nope + value) + nope + column, mask=inside)
-    tl.store(values + at * value + column, x, mask=inside)
-    column = tl.arange(0, block_rope)[None, :]
-    x = tl.load(latents + row * latent_stride + column, mask=column < rope)
-    inside = (head < heads) & (column < rope)
-    x = tl.broadcast_to(x, (block_heads, block_rope))
-    tl.store(keys + at * (nope + rope) + nope + column, x, mask=inside)
-
-
-@triton.jit
-def _collapse(
-    grad_keys,
-    grad_values,
-    grad_both,
-    grad_latents,
-    heads,
-    latent_stride,
-    nope: tl.constexpr,
-    rope: tl.constexpr,
-    value: tl.constexpr,
-    block_heads: tl.constexpr,
-    block_nope: tl.constexpr,
-    block_rope: tl.constexpr,
-    block_value: tl.constexpr,
-):
-    """The gradient of `_expand`: that of rope is a sum over the heads, in fp32 and in a fixed order."""
-    row = tl.program_id(0).to(tl.int64)
-    total = tl.zeros((block_heads, block_rope), tl.float32)
-    for first in range(0, heads, block_heads):
-        head = (first + tl.arange(0, block_heads))[:, None]
-        at = row * heads + head
-        column = tl.arange(0, block_nope)[None, :]
-        inside = (head < heads) & (column < nope)
-        x = tl.load(grad_keys + at * (nope + rope) + column, mask=inside)
-        tl.store(grad_both + at * (nope + value) + column, x, mask=inside)
-        column = tl.arange(0, block_value)[None, :]
-        inside = (head < heads) & (column < value)
-        x = tl.load(grad_values + at * value + column, mask=inside)
-        tl.store(grad_both + at * (nope + value) + nope + column, x, mask=inside)
-        column = tl.arange(0, block_rope)[None, :]
-        inside = (head < heads) & (column < rope)
-        x = tl.load(grad_keys + at * (nope + rope) + nope + column, mask=inside, other=0.0)
-        total += x.to(tl.float32)
-    column = tl.arange(0, block_rope)
-    target = grad_latents + row * latent_stride + column
-    tl.store(target, tl.sum(total, axis=0).to(grad_latents.dtype.element_ty), mask=column < rope)
 
 
 def _by_head(x: Tensor) -> Tensor:
@@ -160,37 +82,39 @@ class _ExpandedKeys(torch.autograd.Function):
     def forward(ctx, kv: Tensor, weight: Tensor, rows: Rows, heads: int, nope: int):
         ctx.rows, ctx.heads, ctx.nope = rows, heads, nope
         ctx.save_for_backward(kv, weight)
-        latents, latent = kv[rows], weight.shape[1]
-        rope, value = kv.shape[1] - latent, weight.shape[0] // heads - nope
-        both = F.linear(latents[:, :latent], weight)
-        keys = kv.new_empty(len(latents), heads, nope + rope)
-        values = kv.new_empty(len(latents), heads, value)
-        if len(latents):
-            blocks = _blocks(heads, nope, rope, value)
-            grid = len(latents), triton.cdiv(heads, blocks[0])
-            _expand[grid](both, latents[:, latent:], keys, values, heads, latents.stride(0), nope, rope, value, *blocks)
-        return keys, values
+        latents, (to_key, to_value) = kv[rows], _expansions(weight, heads, nope, kv.shape[1])
+        keys, values = F.linear(latents, to_key), F.linear(latents[:, : weight.shape[1]], to_value)
+        return keys.unflatten(1, (heads, -1)), values.unflatten(1, (heads, -1))
 
     @staticmethod
     def backward(ctx, grad_keys: Tensor, grad_values: Tensor):
         (kv, weight), rows, heads, nope = ctx.saved_tensors, ctx.rows, ctx.heads, ctx.nope
-        latent = weight.shape[1]
-        rope, value = kv.shape[1] - latent, weight.shape[0] // heads - nope
+        latents, latent = kv[rows], weight.shape[1]
+        to_key, to_value = _expansions(weight, heads, nope, kv.shape[1])
         grad_kv = _empty(kv, kv.shape[0], count(rows), kv.shape[1])
         part = _view(grad_kv, rows)
-        grad_both = kv.new_empty(len(part), weight.shape[0])
-        if len(part):
-            sources = grad_keys.contiguous(), grad_values.contiguous()
-            sizes = nope, rope, value, *_blocks(heads, nope, rope, value)
-            _collapse[(len(part),)](*sources, grad_both, part[:, latent:], heads, part.stride(0), *sizes, num_warps=8)
-        torch.mm(grad_both, weight, out=part[:, :latent])
+        torch.mm(grad_keys.flatten(1), to_key, out=part)
+        part[:, :latent].addmm_(grad_values.flatten(1), to_value)
         if not isinstance(rows, slice):
             put_rows(grad_kv, rows, part)
-        return grad_kv, grad_both.t() @ kv[rows][:, :latent], None, None, None
+        grad_weight = torch.empty_like(weight)
+        by_head, shared = grad_weight.view(heads, -1, latent), latents[:, :latent].expand(heads, -1, -1)
+        torch.bmm(grad_keys[..., :nope].permute(1, 2, 0), shared, out=by_head[:, :nope])
+        torch.bmm(grad_values.permute(1, 2, 0), shared, out=by_head[:, nope:])
+        return grad_kv, grad_weight, None, None, None
 
 
-def _blocks(heads: int, *sizes: int) -> list[int]:
-    return [min(HEADS, triton.next_power_of_2(heads)), *(triton.next_power_of_2(size) for size in sizes)]
+def _expansions(weight: Tensor, heads: int, nope: int, width: int) -> tuple[Tensor, Tensor]:
+    """Weights [h * (N+R), C+R] and [h * V, C] whose products with latents are keys and values as attention reads them.
+
+    A unit matrix in each head's part takes k_rope to its keys, which is exact, and its gradients to their sum.
+    """
+    latent = weight.shape[1]
+    rope, by_head = width - latent, weight.view(heads, -1, latent)
+    to_key = weight.new_zeros(heads, nope + rope, width)
+    to_key[:, :nope, :latent] = by_head[:, :nope]
+    to_key[:, nope:, latent:] = torch.eye(rope, dtype=weight.dtype, device=weight.device)
+    return to_key.flatten(0, 1), by_head[:, nope:].flatten(0, 1)
 
 
 def expanded_keys(kv: Tensor, weight: Tensor, rows: Rows, heads: int, nope: int) -> tuple[Tensor, Tensor]:
