@@ -26,11 +26,17 @@ def attended_keys(length: int, topk: int) -> int:
 
 
 class LayerFlops(NamedTuple):
-    """Forward FLOPs of one decoder layer; the last two are the frozen indexer's, zero in a shared layer."""
+    """Forward FLOPs of one decoder layer by kind; the last two are the frozen indexer's, zero in a shared layer."""
 
-    trained: int
+    products: int  # the attention's projections, the dense MLP or the router and the shared expert
+    experts: int  # the routed ones
+    attention: int
     index_scores: int
     index_projections: int
+
+    @property
+    def trained(self) -> int:
+        return self.products + self.experts + self.attention
 
 
 def layer_flops(config: ModelConfig, layer: int, doc_lengths: Iterable[int]) -> LayerFlops:
@@ -38,12 +44,20 @@ def layer_flops(config: ModelConfig, layer: int, doc_lengths: Iterable[int]) -> 
     lengths = list(doc_lengths)
     tokens = sum(lengths)
     attended = sum(attended_keys(length, config.index_topk) for length in lengths)
-    trained = _attention(config, tokens, attended) + tokens * _mlp_per_token(config, layer)
+    attention = 2 * config.num_attention_heads * attended * (config.qk_head_dim + config.v_head_dim)
+    products, experts = 2 * tokens * _projections(config), 0
+    if config.is_moe(layer):
+        expert = 6 * tokens * config.hidden_size * config.moe_intermediate_size
+        products += expert * config.n_shared_experts + 2 * tokens * config.n_routed_experts * config.hidden_size
+        experts = expert * config.num_experts_per_tok
+    else:
+        products += 6 * tokens * config.hidden_size * config.intermediate_size
     if not config.has_indexer(layer):
-        return LayerFlops(trained, 0, 0)
+        return LayerFlops(products, experts, attention, 0, 0)
     width = config.index_n_heads * config.index_head_dim
-    projections = config.q_lora_rank * width + config.hidden_size * (config.index_head_dim + config.index_n_heads)
-    return LayerFlops(trained, 2 * sum(map(causal_keys, lengths)) * width, 2 * tokens * projections)
+    indexer = config.q_lora_rank * width + config.hidden_size * (config.index_head_dim + config.index_n_heads)
+    scores = 2 * sum(map(causal_keys, lengths)) * width
+    return LayerFlops(products, experts, attention, scores, 2 * tokens * indexer)
 
 
 def head_flops(config: ModelConfig, tokens: int) -> int:
@@ -65,22 +79,13 @@ def training_flops(config: ModelConfig, doc_lengths: Iterable[int]) -> int:
     return 3 * trained + indexers
 
 
-def _attention(config: ModelConfig, tokens: int, attended: int) -> int:
+def _projections(config: ModelConfig) -> int:
+    """Multiply-adds a token in the projections of the attention."""
     heads, qk = config.num_attention_heads, config.qk_head_dim
-    projections = (
+    return (
         config.hidden_size * config.q_lora_rank
         + config.q_lora_rank * heads * qk
         + config.hidden_size * (config.kv_lora_rank + config.qk_rope_head_dim)
         + config.kv_lora_rank * heads * (config.qk_nope_head_dim + config.v_head_dim)
         + heads * config.v_head_dim * config.hidden_size
-    )
-    return 2 * tokens * projections + 2 * heads * attended * (qk + config.v_head_dim)
-
-
-def _mlp_per_token(config: ModelConfig, layer: int) -> int:
-    if not config.is_moe(layer):
-        return 6 * config.hidden_size * config.intermediate_size
-    experts = config.num_experts_per_tok + config.n_shared_experts
-    return 6 * config.hidden_size * config.moe_intermediate_size * experts + (
-        2 * config.n_routed_experts * config.hidden_size
     )

@@ -41,7 +41,8 @@ def queries(
     """Queries of the rows of each form.
 
     Args:
-        q: [t, h, N+R] projected queries; rope: cos, sin [t, R/2]; to_key: None without absorbed rows.
+        q: [t, h, N+R] projected queries, which may be overwritten; rope: cos, sin [t, R/2].
+        to_key: None without absorbed rows.
     Returns:
         expanded [n, h, N+R], whose last R dims are rotated; absorbed [m, h, C+R], whose first C are q_nope @ to_key.
     """

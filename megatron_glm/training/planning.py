@@ -121,7 +121,7 @@ class Plan:
     layout: PipelineLayout
     schedule: Schedule
     simulation: Simulation
-    rank_work: tuple[float, ...]  # forward and backward FLOPs per token of each pipeline rank's stages, one micro-batch
+    rank_work: tuple[float, ...]  # of each pipeline rank's stages, forward and backward, see `stage_costs`
 
     @classmethod
     def create(cls, config: RunConfig, world_size: int, gpus_per_node: int) -> Plan:
@@ -132,9 +132,7 @@ class Plan:
         grid = check_layout(parallel, model, world_size, length, count)
         layout = build_layout(parallel, model, length, count)
         schedule = build_schedule(grid.pp, layout.chunks, count, parallel.microbatch_group_size_per_vp_stage)
-        costs = stage_costs(layout, model, length)
-        if parallel.recompute_granularity == "none":
-            costs = [(forward, 2 * forward) for forward, _ in costs]
+        costs = stage_costs(layout, model, length, parallel.recompute_granularity)
         work = tuple(sum(map(sum, costs[rank :: grid.pp])) for rank in range(grid.pp))
         return cls(config, world_size, gpus_per_node, grid, layout, schedule, simulate(schedule, costs), work)
 

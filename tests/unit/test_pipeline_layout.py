@@ -5,7 +5,7 @@ import pytest
 from megatron_glm.config import ModelConfig, ParallelConfig
 from megatron_glm.flops import layer_flops
 from megatron_glm.parallel.grid import check_layout
-from megatron_glm.parallel.pipeline.layout import build_layout, stage_costs
+from megatron_glm.parallel.pipeline.layout import MEASURED, Pace, build_layout, stage_costs
 from megatron_glm.parallel.pipeline.schedule import build_schedule, simulate
 
 GLM52 = ModelConfig.from_hf("glm5.2")
@@ -112,19 +112,33 @@ def test_cost_of_a_layer_is_the_sum_of_its_parts():
     assert sum(layer_flops(GLM52, 0, [4096])) / 4096 == pytest.approx(attention + core + indexer + 6 * 6144 * 12288)
 
 
-def idle(layout, micro_batches=4) -> float:
+OPERATIONS = Pace(*[(1, 2)] * len(Pace._fields))  # as if all ran at the same rate
+
+
+def idle(layout, micro_batches=4, recompute="none", pace=MEASURED) -> float:
     schedule = build_schedule(layout.pp, layout.chunks, micro_batches)
-    return simulate(schedule, stage_costs(layout, GLM52, 4096)).idle
+    return simulate(schedule, stage_costs(layout, GLM52, 4096, recompute, pace)).idle
 
 
 def test_idle_shares_of_the_recipe():
-    """78 layers on 4 ranks, 4 micro-batches of 4096 tokens, full recompute."""
-    assert idle(layout_of(4, per_stage=2)) == pytest.approx(0.144, abs=5e-4)
+    """78 layers on 4 ranks, 4 micro-batches of 4096 tokens, full recompute, costs in operations."""
+    assert idle(layout_of(4, per_stage=2), 4, "full", OPERATIONS) == pytest.approx(0.144, abs=5e-4)
     ten_chunks = "E" + "tt|" * 38 + "t|tL"
-    assert idle(layout_of(4, layout=ten_chunks)) == pytest.approx(0.096, abs=5e-4)
+    assert idle(layout_of(4, layout=ten_chunks), 4, "full", OPERATIONS) == pytest.approx(0.096, abs=5e-4)
     automatic = layout_of(4, layout="auto")
     check_whole(automatic, GLM52)
     assert automatic.chunks <= 10 and idle(automatic) <= 0.07
+
+
+def test_costs_are_times():
+    """The head costs its three products in its forward; a layer is slower than its operations, above all backward."""
+    layout, head = layout_of(78), 2 * 154880 * 6144  # layers 40 and 77 are of one kind
+    measured = stage_costs(layout, GLM52, 4096, "none")
+    forward, backward = measured[40]
+    assert measured[77] == pytest.approx((forward + 3.1 * head, backward))
+    in_operations = stage_costs(layout, GLM52, 4096, "none", OPERATIONS)[40]
+    assert 1 < forward / in_operations[0] < backward / in_operations[1] < 2
+    assert stage_costs(layout, GLM52, 4096, "full")[40] == pytest.approx((forward, forward + backward))
 
 
 def test_automatic_layout_balances_and_repeats():

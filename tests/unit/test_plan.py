@@ -111,11 +111,18 @@ def test_all_ranks_take_the_same_path_through_the_collectives():
 
 
 def test_rows_that_follow_each_other_are_a_slice():
-    ((_, one),), ((_, two),) = plans((TOTAL,), 1), plans((30, 34), 1)
+    ((_, one),), ((_, two),) = plans((TOTAL,), 1), plans((24, 32), 1)
     assert (one.dense.rows, one.dense.keys) == (slice(0, K), slice(0, K))
     assert one.sparse.rows == one.sparse.shard_rows == slice(K, TOTAL)
-    assert two.rows[0].tolist() == [*range(K), *range(30, 30 + K)]
-    assert two.rows[1].tolist() == [*range(K, 30), *range(30 + K, TOTAL)]
+    assert two.rows[0].tolist() == [*range(K), *range(24, 24 + K)]
+    assert two.rows[1].tolist() == [*range(K, 24), *range(24 + K, 56)]
+
+
+@pytest.mark.parametrize("cp", [1, 4])
+def test_few_dense_rows_between_many_sparse_ones_are_not_taken_apart(cp):
+    """Bringing the sparse rows of several documents together costs more than the dense ones save."""
+    for _, plan in plans((30, 34), cp):
+        assert plan.dense is None and listed(plan.sparse.rows) == list(range(TOTAL // cp))
 
 
 def test_a_selection_is_no_wider_than_the_pack():

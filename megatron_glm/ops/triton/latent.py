@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_glm.ops.latent import Forms, Rows, count, put_rows
-from megatron_glm.ops.triton.rope import move_rotated
+from megatron_glm.ops.triton.rope import move_rotated, rotate_
 
 
 def _by_head(x: Tensor) -> Tensor:
@@ -32,12 +32,12 @@ class _Queries(torch.autograd.Function):
     def forward(ctx, q: Tensor, cos: Tensor, sin: Tensor, rows: Forms, to_key: Tensor | None):
         nope = q.shape[2] - 2 * cos.shape[1]
         expanded = absorbed = q_nope = None
-        if rows[0] is not None:
+        if isinstance(rows[0], slice):
+            expanded = q[rows[0]]
+            rotate_(expanded[..., nope:], cos[rows[0]], sin[rows[0]])
+        elif rows[0] is not None:
             expanded = q.new_empty(count(rows[0]), *q.shape[1:])
-            if isinstance(rows[0], slice):
-                move_rotated(q[rows[0]], expanded, cos[rows[0]], sin[rows[0]])
-            else:
-                move_rotated(q, expanded, cos, sin, source_rows=rows[0])
+            move_rotated(q, expanded, cos, sin, source_rows=rows[0])
         if rows[1] is not None:
             part, latent = q[rows[1]], to_key.shape[2]
             absorbed = q.new_empty(*part.shape[:2], latent + q.shape[2] - nope)
@@ -52,6 +52,10 @@ class _Queries(torch.autograd.Function):
     def backward(ctx, grad_expanded: Tensor | None, grad_absorbed: Tensor | None):
         (q_nope, cos, sin, to_key), rows = ctx.saved_tensors, ctx.rows
         nope, grad_to_key = ctx.shape[2] - 2 * cos.shape[1], None
+        if rows == (slice(0, ctx.shape[0]), None):
+            grad_q = grad_expanded.contiguous()
+            move_rotated(grad_q[..., nope:], grad_q[..., nope:], cos, sin, inverse=True)
+            return grad_q, None, None, None, None
         like = grad_expanded if grad_absorbed is None else grad_absorbed
         grad_q = _empty(like, ctx.shape[0], count(rows[0]) + count(rows[1]), *ctx.shape[1:])
         if rows[0] is not None:
@@ -73,7 +77,7 @@ class _Queries(torch.autograd.Function):
 def queries(
     q: Tensor, rope: tuple[Tensor, Tensor], rows: Forms, to_key: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """`ops.latent.queries`."""
+    """`ops.latent.queries`, where q's rows and the gradient of all rows, which nothing else reads, turn in place."""
     return _Queries.apply(q, *rope, rows, to_key)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from megatron_glm.config import ModelConfig, ParallelConfig
 from megatron_glm.flops import head_flops, layer_flops
@@ -64,7 +65,8 @@ def build_layout(parallel: ParallelConfig, model: ModelConfig, seq_length: int, 
     chunks = 1
     if text == "auto":
         group_size = parallel.microbatch_group_size_per_vp_stage
-        return _from_sizes(_auto_sizes(pp, model, seq_length, micro_batches, group_size), pp, model)
+        recompute = parallel.recompute_granularity
+        return _from_sizes(_auto_sizes(pp, model, seq_length, micro_batches, group_size, recompute), pp, model)
     if per_stage is not None:
         chunks = layers // (pp * per_stage)
         if chunks == 0:
@@ -140,34 +142,67 @@ def _expand(text: str) -> str:
 
 # Costs and the split by cost
 
+Cost = tuple[float, float]  # forward, backward
 
-def stage_costs(layout: PipelineLayout, model: ModelConfig, seq_length: int) -> list[tuple[float, float]]:
-    """(forward, backward) FLOPs per token of each stage. Backward = 3 forwards, as all is recomputed; head: 2.
 
-    The embedding and the MTP layer, which is not trained, cost nothing.
+class Pace(NamedTuple):
+    """Time of an operation of each kind, forward and backward, where one in a large matrix product takes 1.
+
+    The backward is counted in operations of the forward, so that a product takes 2. The products and the experts carry
+    the norms, additions and movements around them.
     """
-    return _costs(tuple(len(stage.layers) for stage in layout.stages), *_forward_costs(model, seq_length))
+
+    products: Cost
+    experts: Cost
+    attention: Cost
+    index_scores: Cost
+    index_projections: Cost
+    head: Cost
 
 
-def _forward_costs(model: ModelConfig, seq_length: int) -> tuple[list[float], float]:
-    """Forward FLOPs per token of each layer and of the head, for one document of `seq_length` tokens."""
-    layers = [sum(layer_flops(model, i, [seq_length])) / seq_length for i in range(model.num_hidden_layers)]
-    return layers, head_flops(model, 1)
+# An H200, bf16, the cudnn backend, documents of 4,096 tokens and more (docs/performance.md). The head makes the
+# gradient of its loss together with the loss.
+MEASURED = Pace((1.15, 2.3), (1.3, 2.6), (2.3, 9.9), (2, 0), (1, 0), (3.1, 0))
 
 
-def _costs(sizes: tuple[int, ...], layers: list[float], head: float) -> list[tuple[float, float]]:
+def stage_costs(
+    layout: PipelineLayout, model: ModelConfig, seq_length: int, recompute: str, pace: Pace = MEASURED
+) -> list[Cost]:
+    """(forward, backward) times of each stage a token, in FLOPs of a large matrix product.
+
+    For documents of `seq_length` tokens. With recomputation "full" a layer's backward has its forward, too; what
+    "selective" computes again is little. The embedding and the MTP layer, which is not trained, cost nothing.
+    """
+    sizes = tuple(len(stage.layers) for stage in layout.stages)
+    return _costs(sizes, *_layer_costs(model, seq_length, recompute, pace))
+
+
+def _layer_costs(model: ModelConfig, seq_length: int, recompute: str, pace: Pace) -> tuple[list[Cost], Cost]:
+    """Costs of each layer and of the head."""
+    layers = []
+    for layer in range(model.num_hidden_layers):
+        flops = layer_flops(model, layer, [seq_length])
+        forward, backward = (
+            sum(count * getattr(pace, kind)[way] for kind, count in flops._asdict().items()) / seq_length
+            for way in (0, 1)
+        )
+        layers.append((forward, backward + forward * (recompute == "full")))
+    head = head_flops(model, 1)
+    return layers, (head * pace.head[0], head * pace.head[1])
+
+
+def _costs(sizes: tuple[int, ...], layers: list[Cost], head: Cost) -> list[Cost]:
     costs, first = [], 0
-    for size in sizes:
-        forward = sum(layers[first : first + size])
-        costs.append((forward, 3 * forward))
+    for stage, size in enumerate(sizes):
+        parts = layers[first : first + size] + [head] * (stage == len(sizes) - 1)
+        costs.append((sum(forward for forward, _ in parts), sum(backward for _, backward in parts)))
         first += size
-    costs[-1] = (costs[-1][0] + head, costs[-1][1] + 2 * head)
     return costs
 
 
 @lru_cache
 def _auto_sizes(
-    pp: int, model: ModelConfig, seq_length: int, micro_batches: int, group_size: int | None
+    pp: int, model: ModelConfig, seq_length: int, micro_batches: int, group_size: int | None, recompute: str
 ) -> tuple[int, ...]:
     """Stage sizes of least simulated time, over 1 to AUTO_MAX_CHUNKS chunks a rank, by local search.
 
@@ -175,7 +210,7 @@ def _auto_sizes(
     from a stage and gives it to another. More micro-batches than two rounds are not simulated: the idle time at both
     ends does not depend on them.
     """
-    layers, head = _forward_costs(model, seq_length)
+    layers, head = _layer_costs(model, seq_length, recompute, MEASURED)
     micro_batches = min(micro_batches, 2 * pp)
     options = range(1, 1 + (min(AUTO_MAX_CHUNKS, len(layers) // pp) if pp > 1 else 1))
     found = []
@@ -189,7 +224,7 @@ def _auto_sizes(
 
 
 def _descend(
-    sizes: tuple[int, ...], steps: list[Step], layers: list[float], head: float, budget: int
+    sizes: tuple[int, ...], steps: list[Step], layers: list[Cost], head: Cost, budget: int
 ) -> tuple[float, tuple[int, ...]]:
     """First-improvement descent from `sizes` until no move helps or `budget` actions are simulated."""
 

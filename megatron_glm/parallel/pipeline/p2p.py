@@ -7,9 +7,7 @@ previous one; the ring closes). The receiver posts its receives in the order in 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
 from typing import Protocol
 
 import torch
@@ -62,11 +60,6 @@ class Boundary:
     topk_stages: tuple[bool, ...]  # per stage: whether its input comes with the selection [t, K] int32
 
 
-@cache
-def _idle_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
 class Mailbox:
     """The messages of one rank during one run of a schedule.
 
@@ -83,29 +76,25 @@ class Mailbox:
         self._received: dict[Action, tuple[list[Tensor], list[Pending]]] = {}
         self._sent: list[tuple[Pending, Tensor]] = []
 
-    def post(self, action: Action) -> None:
-        """Start to receive what `action` needs, and before it all that its neighbour sends earlier."""
-        cause = self._schedule.cause(self._rank, action)
-        if cause is None or cause[0] == self._rank or action in self._received:
-            return
-        for arrival in self._arrivals[action.kind]:
-            shapes, device = self._shapes(self._rank, arrival), self._boundary.device
-            # NCCL begins when the current stream has come so far: on one without work a receive overlaps the computing.
-            with torch.cuda.stream(_idle_stream(device)) if device.type == "cuda" else nullcontext():
-                buffers = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
-                pending = [self._transport.receive(arrival.kind, buffer) for buffer in buffers]
-            self._received[arrival] = buffers, pending
-            if arrival == action:
-                return
-
     def take(self, action: Action) -> list[Tensor]:
-        """The tensors that `action` needs, once they are here; none where the pipeline begins or turns round."""
-        self.post(action)
+        """The tensors that `action` needs, once they are here; none where the pipeline begins or turns round.
+
+        They are received now, behind the computing that was started before, and not while that goes on: an NCCL
+        receive holds multiprocessors until its message comes, and a matrix product that has planned with all of them
+        then takes up to twice as long (docs/performance.md has the measurement). Sends overlap what follows them.
+        """
+        cause = self._schedule.cause(self._rank, action)
+        if cause is not None and cause[0] != self._rank:
+            while action not in self._received:  # what the neighbour has sent before comes first
+                arrival = next(self._arrivals[action.kind])
+                buffers = [
+                    torch.empty(shape, dtype=dtype, device=self._boundary.device)
+                    for shape, dtype in self._shapes(self._rank, arrival)
+                ]
+                self._received[arrival] = buffers, [self._transport.receive(arrival.kind, x) for x in buffers]
         tensors, pending = self._received.pop(action, ([], []))
-        for tensor, work in zip(tensors, pending, strict=False):  # a message to this rank itself has nothing pending
+        for work in pending:
             work.wait()
-            if tensor.is_cuda:
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return tensors
 
     def put(self, action: Action, tensors: list[Tensor | None]) -> None:

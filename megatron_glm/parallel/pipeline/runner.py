@@ -56,18 +56,13 @@ class Runner:
         mailbox = Mailbox(self.schedule, self.rank, self._transport, self._boundary, selects)
         live: dict[tuple[int, int], tuple[Tensor | None, list[GradientEdge | Tensor]]] = {}
         losses: dict[int, Tensor] = {}
-        actions = self.schedule.actions[self.rank]
-        for action, coming in zip(actions, (*actions[1:], None), strict=True):
+        for action in self.schedule.actions[self.rank]:
             if action.kind == "F":
                 self._forward(action, forward, mailbox, live, losses)
             else:
                 if before_last_backward is not None and action == self._last[action.chunk]:
                     before_last_backward(action.chunk)
                 self._backward(action, mailbox, *live.pop(action[1:]))
-            # Behind the action's work and messages, which the host has started: a device that must come to rest first,
-            # to load a kernel say, waits for a receive on its way, and that for what the neighbour gets from here.
-            if coming is not None:
-                mailbox.post(coming)
         mailbox.close()
         return [losses[micro_batch] for micro_batch in sorted(losses)]
 

@@ -251,7 +251,8 @@ def main() -> None:
             )
             parallel.check(model, pp)
             layout = build_layout(parallel, model, args.seq_length, micro_batches)
-            chunks, costs = layout.chunks, stage_costs(layout, model, args.seq_length)
+            recompute = parallel.recompute_granularity
+            chunks, costs = layout.chunks, stage_costs(layout, model, args.seq_length, recompute)
             print("layers of each stage:", *(len(stage.layers) for stage in layout.stages))
         else:
             chunks = args.num_virtual_stages_per_pipeline_rank
