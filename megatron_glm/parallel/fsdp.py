@@ -20,7 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from megatron_glm.config import ParallelConfig
 from megatron_glm.parallel.groups import ParallelGroups
-from megatron_glm.parallel.masters import WholeWeights
+from megatron_glm.parallel.masters import WholeWeights, keep_totals
 from megatron_glm.parallel.shard import Rectangle, ShardInfo
 
 
@@ -42,6 +42,8 @@ def shard_chunk(chunk: nn.Module, groups: ParallelGroups, parallel: ParallelConf
         if not whole:
             mesh, others = DeviceMesh.from_group(group, device), taken & set(module.parameters())
             fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard, ignored_params=others)
+            module.register_forward_pre_hook(lambda module, _: keep_totals(module))  # after the one that gathers
+            module.stays_gathered = not reshard
         elif bf16:
             WholeWeights(module, taken, torch.bfloat16, keep=not reshard, narrow=experts)
         if whole:
@@ -67,14 +69,20 @@ def holds_whole(dp_cp: int, edp: int) -> tuple[bool, bool]:
 
 
 def set_gradient_sync(chunk: nn.Module, sync: bool) -> None:
-    """Reduce gradients over the data ranks in the next backward of this chunk, or keep accumulating."""
+    """Reduce gradients over the data ranks in the next backward of this chunk, or keep accumulating.
+
+    Until they are reduced, weights that stay gathered after a forward do so after the backward, too.
+    """
     if not isinstance(chunk, FSDPModule):
         return
     chunk.set_requires_gradient_sync(sync)
     chunk.set_is_last_backward(sync)
     for module in chunk.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        module.set_reshard_after_backward(sync or not module.stays_gathered, recurse=False)
         # FSDP2 fails in a frozen module that never runs (an MTP layer) when it is told to accumulate.
-        if isinstance(module, FSDPModule) and not any(p.requires_grad for p in module.parameters()):
+        if not any(p.requires_grad for p in module.parameters()):
             module.set_requires_gradient_sync(True)
 
 

@@ -1,21 +1,39 @@
-"""Weights that compute in bf16 beside fp32 masters, where a rank holds them whole: the gradients reach the masters.
+"""Weights that compute in bf16 beside fp32 masters, and the sums of their gradients in fp32.
 
 A weight's gradient is the largest thing that a step writes. `linear` and the head make it in fp32 in the matrix
-product itself, and add to the gradient that is already there in the same pass; what else uses a weight has its gradient
-widened and added in one pass. That of the experts, whose products are in bf16, stays so until a second one is added.
+product itself, and add to the gradient that is already there in the same pass. Where a rank holds a weight whole
+(`WholeWeights`), what else uses it has its gradient widened and added in one pass; that of the experts, whose products
+are in bf16, stays so until a second one is added. Where FSDP2 gathers it (`keep_totals`), the rest is FSDP2's work.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+
+class Total(NamedTuple):
+    """The fp32 sum of a weight's gradients: an attribute of its owner, None until the first one of a step."""
+
+    parameter: nn.Parameter  # what autograd differentiates
+    owner: object
+    name: str
+
+    def get(self) -> Tensor | None:
+        return getattr(self.owner, self.name)
+
+    def set(self, total: Tensor) -> None:
+        setattr(self.owner, self.name, total)
 
 
 class WholeWeights:
     """Lets a module compute with copies of its fp32 parameters in another dtype.
 
-    While the module runs, each parameter's place is taken by a copy whose attribute `master` is the parameter.
+    While the module runs, each parameter's place is taken by a copy whose attribute `total` is the parameter's `Total`.
 
     Args:
         taken: parameters within the module that are looked after elsewhere.
@@ -39,7 +57,7 @@ class WholeWeights:
             if self.narrow:
                 self.masters[i].grad_dtype = None  # a gradient may have any
             module._parameters[name] = _StandIn.apply(self.masters[i], self._copy(i), self.narrow)
-            module._parameters[name].master = self.masters[i]
+            module._parameters[name].total = Total(self.masters[i], self.masters[i], "grad")
 
     def _leave(self) -> None:
         for (module, name), master in zip(self.places, self.masters, strict=True):
@@ -62,22 +80,36 @@ def held_copy(master: nn.Parameter) -> Tensor | None:
     return getattr(master, "held_copy", None)
 
 
-def master_of(weight: Tensor) -> nn.Parameter | None:
-    """The fp32 parameter that `weight` stands in for and that wants a gradient, or None."""
-    master = getattr(weight, "master", None)
-    return master if master is not None and master.requires_grad and torch.is_grad_enabled() else None
+def keep_totals(module: FSDPModule) -> None:
+    """Before a forward of a module that FSDP2 has gathered: its weights get the sums that FSDP2 will reduce.
+
+    FSDP2 itself would make each gradient in the weight's dtype, and add it to its fp32 sum in another pass.
+    """
+    group = module._get_fsdp_state()._fsdp_param_group
+    for state in [] if group is None else group.fsdp_params:
+        weight = state._unsharded_param
+        if not hasattr(weight, "total"):
+            weight.total = Total(weight, state, "unsharded_accumulated_grad")
+
+
+def total_of(weight: Tensor) -> Total | None:
+    """Where the gradient of `weight` is summed, if it wants one and has such a place."""
+    total = getattr(weight, "total", None)
+    return total if total is not None and total.parameter.requires_grad and torch.is_grad_enabled() else None
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [t, in], weight [out, in] -> x @ weight.T [t, out]."""
-    master = master_of(weight)
-    return F.linear(x, weight) if master is None else _Linear.apply(x, weight.detach(), master)
+    total = total_of(weight)
+    return F.linear(x, weight) if total is None else _Linear.apply(x, weight.detach(), total.parameter, total)
 
 
 def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     """tokens [t] int64, weight [V, D] -> [t, D]."""
-    master = master_of(weight)
-    return F.embedding(tokens, weight) if master is None else _Embedding.apply(tokens, weight.detach(), master)
+    total = total_of(weight)
+    if total is None:
+        return F.embedding(tokens, weight)
+    return _Embedding.apply(weight.detach(), total.parameter, tokens, total)
 
 
 def add_product(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
@@ -107,41 +139,38 @@ class _StandIn(torch.autograd.Function):
             return grad, None, None
         from megatron_glm.parallel import kernels  # needs Triton, which a CPU-only torch has not
 
-        first, total = master.grad is None, kernels.add_widened(master.grad, grad)
-        if not first:
-            master.grad = total
-        return total if first else None, None, None
+        master.grad = kernels.add_widened(master.grad, grad)
+        return None, None, None
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, master: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, parameter: nn.Parameter, total: Total) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.master = master
+        ctx.total = total
         return F.linear(x, weight)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, weight = ctx.saved_tensors
         grad_x = grad @ weight if ctx.needs_input_grad[0] else None
-        return grad_x, None, _first(ctx.master, add_product(ctx.master.grad, grad, x))
+        ctx.total.set(add_product(ctx.total.get(), grad, x))
+        return grad_x, None, None, None
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tokens: Tensor, weight: Tensor, master: Tensor) -> Tensor:
+    def forward(ctx, weight: Tensor, parameter: nn.Parameter, tokens: Tensor, total: Total) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.master = master
+        ctx.total, ctx.shape = total, weight.shape
         return F.embedding(tokens, weight)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         (tokens,) = ctx.saved_tensors
-        total = torch.zeros_like(ctx.master) if ctx.master.grad is None else ctx.master.grad
+        total = ctx.total.get()
+        if total is None:
+            total = torch.zeros(ctx.shape, device=grad.device)
         total.index_put_((tokens,), grad.to(total.dtype), accumulate=True)  # sorts: the same bits in every run
-        return None, None, _first(ctx.master, total)
-
-
-def _first(master: Tensor, gradient: Tensor) -> Tensor | None:
-    """What autograd is to add to the master's gradient: all of it, or nothing where it has been added in place."""
-    return None if gradient is master.grad else gradient
+        ctx.total.set(total)
+        return None, None, None, None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_glm.parallel.collectives import gather_rows, scatter_sum_rows, sum_over
-from megatron_glm.parallel.masters import add_product, embedding, master_of
+from megatron_glm.parallel.masters import Total, add_product, embedding, total_of
 from megatron_glm.parallel.shard import ShardInfo
 
 IGNORE = -100  # label of a position without loss
@@ -62,9 +62,11 @@ class VocabParallelHead(VocabParallel):
             fp32 scalar, the same on every TP rank.
         """
         # Detached where no gradient is wanted: a Function is told that a parameter needs one even under no_grad.
-        master = master_of(self.weight)
-        weight = self.weight if torch.is_grad_enabled() and master is None else self.weight.detach()
-        return _CrossEntropy.apply(gather_rows(hidden, self.tp), weight, master, labels, self, chunk_size, scale)
+        total = total_of(self.weight)
+        weight = self.weight if torch.is_grad_enabled() and total is None else self.weight.detach()
+        parameter = None if total is None else total.parameter
+        hidden = gather_rows(hidden, self.tp)
+        return _CrossEntropy.apply(hidden, weight, parameter, total, labels, self, chunk_size, scale)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits [rows, v] of gathered rows; the columns of padding are -inf."""
@@ -78,36 +80,48 @@ class _CrossEntropy(torch.autograd.Function):
     """Loss and both gradients chunk by chunk in the forward, where the logits already are.
 
     The backward hands them out as they are: scaling the weight's, one of the largest tensors of a step, would be a pass
-    over it. There is thus one backward for a forward.
+    over it. There is thus one backward for a forward. Where the weight has a sum of gradients already, the forward adds
+    to it.
     """
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, master: Tensor | None, labels: Tensor, head, chunk_size, scale):
+    def forward(
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        parameter: nn.Parameter | None,
+        total: Total | None,
+        labels: Tensor,
+        head: VocabParallelHead,
+        chunk_size: int,
+        scale: float,
+    ):
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        wants_hidden, wants_weight, wants_master = ctx.needs_input_grad[:3]
+        wants_hidden, wants_weight, wants_total = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        grad_weight = None  # fp32
+        present = total.get() if wants_total else None
+        grad_weight = present  # fp32
         for begin in range(0, hidden.shape[0], chunk_size):
             rows = slice(begin, begin + chunk_size)
             chunk_loss, grad_logits = _chunk(head, weight, hidden[rows], labels[rows], scale)
             loss += chunk_loss
             if wants_hidden:
                 torch.mm(grad_logits, weight, out=grad_hidden[rows])
-            if wants_weight or wants_master:
+            if wants_weight or wants_total:
                 grad_weight = add_product(grad_weight, grad_logits, hidden[rows])
-        ctx.gradients = (
-            grad_hidden,
-            grad_weight.to(weight.dtype) if wants_weight else None,
-            grad_weight if wants_master else None,
-        )
+        ctx.gradients = grad_hidden, grad_weight.to(weight.dtype) if wants_weight else None
+        ctx.total, ctx.addend = total, grad_weight if wants_total and present is None else None
         return loss
 
     @staticmethod
     def backward(ctx, grad_loss: Tensor):
         torch._assert_async(grad_loss == 1, "a factor of the loss goes into the head's scale")
+        if ctx.addend is not None:
+            present = ctx.total.get()
+            ctx.total.set(ctx.addend if present is None else present.add_(ctx.addend))
         gradients = ctx.gradients
-        del ctx.gradients
-        return *gradients, None, None, None, None
+        del ctx.gradients, ctx.addend
+        return *gradients, None, None, None, None, None, None
 
 
 def _chunk(head: VocabParallelHead, weight: Tensor, hidden: Tensor, labels: Tensor, scale: float):

@@ -168,13 +168,13 @@ class Plan:
         Gradients are at their largest either after the reduction (shards) or, with --grad-sync last and several
         micro-batches, before it: FSDP then accumulates the unsharded fp32 gradients of the whole rank.
         """
-        s, parallel, model = self.shapes, self.config.parallel, self.config.model
+        s, model = self.shapes, self.config.model
         held = self.held(self.grid.groups("pp")[0][pp_rank])
         running = [unit for unit in self.rank_units(pp_rank) if unit.runs]
         accumulated = 0
-        if parallel.grad_sync == "last" and self.schedule.micro_batches > 1:
+        if self._accumulates:
             accumulated = FP32 * sum(unit.trained_elements for unit in running)
-        largest = max(unit.trained_elements for unit in running)
+        largest = max(unit.trained_elements * self._gradient_bytes(unit) for unit in running)
         reduced = max((unit.trained_elements for unit in running if not self._whole(unit.expert)), default=0)
         sent = 0
         if self.grid.ep > 1 and any(unit.expert for unit in running):
@@ -188,11 +188,16 @@ class Plan:
             "gradients before reduction": max(0, accumulated - held.gradients),
             "gathered weights": self._gathered(pp_rank),
             "activations": self._kept(pp_rank),
-            "working set of a layer": self._working_set(pp_rank) + largest * s.b,
+            "working set of a layer": self._working_set(pp_rank) + largest,
             "logits chunk and head": head_bytes(self.config, s) if head else 0,
             "communication buffers": reduced * FP32 + sent + crossing,
             "reserve (CUDA, NCCL, fragments)": RESERVE,
         }
+
+    @property
+    def _accumulates(self) -> bool:
+        """Whether FSDP sums gradients of several micro-batches before it reduces them."""
+        return self.config.parallel.grad_sync == "last" and self.schedule.micro_batches > 1
 
     def peak(self) -> int:
         return max(sum(self.memory(rank).values()) for rank in range(self.grid.pp))
@@ -200,6 +205,15 @@ class Plan:
     def _whole(self, expert: bool) -> bool:
         """Whether units of this kind are plain parameters, of which the forward makes copies in its own type."""
         return holds_whole(self.grid.dp * self.grid.cp, self.grid.edp)[0 if expert else 1]
+
+    def _gradient_bytes(self, unit: Unit) -> int:
+        """Bytes an element of a unit's gradients on their way to where they are summed.
+
+        FSDP's dense ones are made in fp32, and where several are summed, they are made there.
+        """
+        if unit.expert or self._whole(False):
+            return self.shapes.b
+        return 0 if self._accumulates else FP32
 
     def _gathered(self, pp_rank: int) -> int:
         """Forward weights: a chunk's root unit, and the layer at work with the next one; all that are kept gathered.
@@ -288,7 +302,8 @@ class Plan:
                 reshard = parallel.reshard_experts_after_forward if unit.expert else parallel.reshard_after_forward
                 reductions = 1 if parallel.grad_sync == "last" else count
                 share = (size - 1) / size
-                found[axis, "gathered weights"] += share * unit.elements * s.b * count * (1 + reshard)
+                gathers = 2 * count if reshard else reductions  # those that stay gathered do until they are reduced
+                found[axis, "gathered weights"] += share * unit.elements * s.b * gathers
                 found[axis, "reduced gradients"] += share * unit.trained_elements * FP32 * reductions
         for stage in self.layout.of_rank(pp_rank):
             for layer in stage.layers:
