@@ -24,9 +24,9 @@ def layer_activations(model: ModelConfig, layer: int, s: Shapes) -> dict[str, in
     """Bytes that autograd keeps of one layer on a GPU without recomputation, by part.
 
     A norm of width n keeps its input and its output n b each, and one fp32 number a row. Attention keeps the norms of
-    both latents, the keys of the whole pack T (C + R) b and the rows that o_proj multiplies, V b a head. Sparse rows
-    keep, a head, the absorbed query (C + R) b, the latent output C b and lse, beside the projected queries and the
-    selection; dense rows query, key, value, output and lse. A gated MLP of width w: gate, up and product, 3 w b.
+    both latents, the keys of the whole pack T (C + R) b and, a head, the projected queries and the rows that o_proj
+    multiplies, V b. Sparse rows keep, a head, the absorbed query (C + R) b, the latent output C b and lse, beside the
+    selection; dense rows key, value, output and lse. A gated MLP of width w: gate, up and product, 3 w b.
     MoE: fp32 scores and choices, and for each of the K s rows of the experts the input and gate and up, (D + 2 F) b,
     its weight and its place. Routing is taken to be balanced.
     """
@@ -35,9 +35,9 @@ def layer_activations(model: ModelConfig, layer: int, s: Shapes) -> dict[str, in
     sparse = s.tokens - s.dense
     gathered = s.tokens * b if s.tp > 1 else 0
     attention = (s.shard + s.tokens) * model.q_lora_rank * b + (s.shard + s.pack) * (latent + rope) * b + 8 * s.shard
-    attention += s.tokens * heads * value * b + s.dense * heads * (2 * qk + value) * b
+    attention += s.tokens * heads * (qk + value) * b + s.dense * heads * (qk + value) * b
     if sparse:
-        attention += s.tokens * heads * qk * b + sparse * heads * (latent + rope) * b + _selection(model, layer, s)
+        attention += sparse * heads * (latent + rope) * b + _selection(model, layer, s)
     outputs = _outputs(model, s) - (0 if sparse else s.tokens * heads * value * b)  # only dense rows: o_proj's input
     parts = {"norms": s.shard * (4 * d * b + 8), "attention": attention, "attention output": outputs}
     if not model.is_moe(layer):
