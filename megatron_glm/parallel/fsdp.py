@@ -42,8 +42,9 @@ def shard_chunk(chunk: nn.Module, groups: ParallelGroups, parallel: ParallelConf
         if not whole:
             mesh, others = DeviceMesh.from_group(group, device), taken & set(module.parameters())
             fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard, ignored_params=others)
-            module.register_forward_pre_hook(lambda module, _: keep_totals(module))  # after the one that gathers
             module.stays_gathered = not reshard
+            if not experts:
+                module.register_forward_pre_hook(lambda module, _: keep_totals(module))  # after the one that gathers
         elif bf16:
             WholeWeights(module, taken, torch.bfloat16, keep=not reshard, narrow=experts)
         if whole:

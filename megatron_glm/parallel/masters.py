@@ -29,6 +29,10 @@ class Total(NamedTuple):
     def set(self, total: Tensor) -> None:
         setattr(self.owner, self.name, total)
 
+    def add(self, gradient: Tensor) -> None:
+        total = self.get()
+        self.set(gradient.float() if total is None else total.add_(gradient))
+
 
 class WholeWeights:
     """Lets a module compute with copies of its fp32 parameters in another dtype.
@@ -83,13 +87,21 @@ def held_copy(master: nn.Parameter) -> Tensor | None:
 def keep_totals(module: FSDPModule) -> None:
     """Before a forward of a module that FSDP2 has gathered: its weights get the sums that FSDP2 will reduce.
 
-    FSDP2 itself would make each gradient in the weight's dtype, and add it to its fp32 sum in another pass.
+    FSDP2 itself would make each gradient in the weight's dtype, and add it to its fp32 sum in another pass. It reduces
+    gradients of one dtype only, so those that do not come from `linear` are summed in fp32 here, too.
     """
     group = module._get_fsdp_state()._fsdp_param_group
     for state in [] if group is None else group.fsdp_params:
         weight = state._unsharded_param
-        if not hasattr(weight, "total"):
+        if weight.requires_grad and not hasattr(weight, "total"):
             weight.total = Total(weight, state, "unsharded_accumulated_grad")
+            weight.register_post_accumulate_grad_hook(_move_to_total)
+
+
+def _move_to_total(weight: nn.Parameter) -> None:
+    if weight.grad is not None:  # `linear` has none for autograd
+        weight.total.add(weight.grad)
+        weight.grad = None
 
 
 def total_of(weight: Tensor) -> Total | None:

@@ -117,8 +117,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss: Tensor):
         torch._assert_async(grad_loss == 1, "a factor of the loss goes into the head's scale")
         if ctx.addend is not None:
-            present = ctx.total.get()
-            ctx.total.set(ctx.addend if present is None else present.add_(ctx.addend))
+            ctx.total.add(ctx.addend)
         gradients = ctx.gradients
         del ctx.gradients, ctx.addend
         return *gradients, None, None, None, None, None, None

@@ -1,5 +1,6 @@
 """The parity grid: every layout trains as one process does, by loss, every gradient, parameters after three steps."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -134,3 +135,19 @@ def outcome(world_size: int) -> dict[str, Result]:
 )
 def test_layout_trains_as_one_process(world_size, name):
     compare(outcome(world_size)[name], reference(GRID[world_size][name][0])[1])
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["gathered again", "kept"])
+@pytest.mark.parametrize("packs", [2, 4], ids=["one micro-batch", "two"])
+def test_two_data_ranks_train_in_bf16_as_one_process(packs, kept):
+    """FSDP's sums of gradients are as whole weights' are: in fp32, of products in bf16."""
+    # Nothing is left to choose, because rounding would change a choice.
+    model = parity_model(4, index_topk=64, num_experts_per_tok=8)
+    single_groups()
+    layouts = ParallelConfig(), ParallelConfig(**KEPT if kept else {})
+    configs = [run_config(model, parallel, packs, seed=0) for parallel in layouts]
+    alone, ranks = (replace(config, train=replace(config.train, bf16=True)) for config in configs)
+    expected, result = train(alone), distributed.run(2, train, ranks)[0]
+    assert result.losses == pytest.approx(expected.losses, abs=1e-2)
+    errors = gradient_errors(result.gradients, expected.gradients)
+    assert max(errors.values()) <= 2e-3, sorted(errors.items(), key=lambda item: -item[1])[:5]

@@ -16,7 +16,8 @@ from megatron_glm.ops.tilelang import indexer, sparse_backward, sparse_forward
 from megatron_glm.ops.triton.row_sums import add_rows
 
 SCORE_BYTES = 1 << 29  # of the fp32 score chunk of `index_topk_tilelang`
-PART_BYTES = 9 << 28  # of the deterministic backward's parts of dKV: 1024 queries of 2048 slots and 64 heads
+PART_BYTES = 9 << 28  # of the ordered backward's parts of dKV: 1024 queries of 2048 slots and 64 heads
+ORDERED_KEYS = 1 << 17  # keys whose sums are far from fitting the L2 cache: there atomics take 1.3 times as long
 
 # The kernels place every barrier and every bounds check themselves. Warpgroups run side by side, so that no two
 # shared buffers may share memory, whatever the order in which the text uses them. Fast math: exp2 and log2 of the
@@ -94,7 +95,8 @@ def sparse_mla_backward_tilelang(
     scale: float,
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Backward of `sparse_mla`. dKV is summed in fp32: by atomics, or, if `deterministic`, in a fixed order.
+    """Backward of `sparse_mla`. dKV is summed in fp32: by atomics, or in a fixed order, if `deterministic` or for so
+    many keys that it is faster.
 
     For the latter the part of each query and slot goes to memory, in bf16 as P and dS are before it, for as many
     queries at a time as `PART_BYTES` hold; then the parts of each key are added in the order of the queries.
@@ -106,10 +108,11 @@ def sparse_mla_backward_tilelang(
     _check("kv", kv, torch.bfloat16, (None, sparse_forward.WIDTH))
     grad_q = torch.empty_like(q)
     sums = torch.zeros(kv.shape, dtype=torch.float32, device=q.device)
-    order = sparse_backward.PART_ORDER if deterministic else sparse_backward.SUM_ORDER
+    ordered = deterministic or len(kv) >= ORDERED_KEYS
+    order = sparse_backward.PART_ORDER if ordered else sparse_backward.SUM_ORDER
     if rows:
-        kernel = compiled(sparse_backward.backward_kernel, heads, deterministic)
-        if deterministic:
+        kernel = compiled(sparse_backward.backward_kernel, heads, ordered)
+        if ordered:
             _add_in_order(kernel, kv, sums, scale, grad, q, out, lse, idx, length, grad_q)
         else:
             kernel(grad, q, kv, out, lse, idx, length, grad_q, sums, scale)
