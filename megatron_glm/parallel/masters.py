@@ -3,7 +3,7 @@
 A weight's gradient is the largest thing that a step writes. `linear` and the head make it in fp32 in the matrix
 product itself, and add to the gradient that is already there in the same pass. Where a rank holds a weight whole
 (`WholeWeights`), what else uses it has its gradient widened and added in one pass; that of the experts, whose products
-are in bf16, stays so until a second one is added. Where FSDP2 gathers it (`keep_totals`), the rest is FSDP2's work.
+are in bf16, stays so until a second one is added. Where FSDP2 gathers it (`keep_totals`), FSDP2 reduces the sum.
 """
 
 from __future__ import annotations
