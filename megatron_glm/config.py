@@ -47,8 +47,10 @@ class ParallelConfig(Section):
         "alltoall", "how tokens reach their experts"
     )
     expert_node_size: int | None = option(None, "ranks of a node, for the hybrid dispatcher")
-    reshard_after_forward: bool = option(True, "free gathered dense weights between forward and backward")
-    reshard_experts_after_forward: bool = option(True, "free gathered expert weights between forward and backward")
+    reshard_after_forward: bool = option(
+        True, "free gathered dense weights after a forward, not only when gradients are reduced"
+    )
+    reshard_experts_after_forward: bool = option(True, "the same of the experts' weights")
     grad_sync: Literal["last", "every"] = option(
         "last", "reduce gradients after the last micro-batch, or every one (less memory, more traffic)"
     )
@@ -311,14 +313,18 @@ class RunConfig:
 
     @property
     def dense_rows(self) -> str:
-        """--dense-rows, where auto means off if dense rows are the slower ones.
+        """--dense-rows, where auto on a GPU means dense rows only where they were measured to be faster.
 
-        They are with context parallelism on a GPU: each rank expands the keys of all ranks, and cuDNN's backward takes
-        1.8 times as long for rows that start inside a document. They have no deterministic backward.
+        With context parallelism that is in packs of "short" documents alone, and with enough rows on each rank
+        (docs/performance.md). They have no deterministic backward.
         """
-        on_gpu = self.kernels.attention_backend != "torch"
-        worse = self.parallel.context_parallel_size > 1 or self.kernels.deterministic
-        return "off" if on_gpu and worse else self.kernels.dense_rows
+        kernels, cp = self.kernels, self.parallel.context_parallel_size
+        if kernels.attention_backend == "torch" or kernels.dense_rows == "off":
+            return kernels.dense_rows
+        rows = self.train.micro_batch_size * self.data.seq_length // cp
+        if kernels.deterministic or (cp > 1 and rows < 4096):
+            return "off"
+        return "auto" if cp == 1 else "short"
 
     def check(self, world_size: int) -> None:
         """Raises ValueError, naming flags and numbers, unless `world_size` ranks can run this configuration."""

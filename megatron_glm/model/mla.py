@@ -79,7 +79,7 @@ class MLA(nn.Module):
         return gather_pack(kv, self.groups.tp_cp, plan.order)
 
     def attend(self, q: Tensor, kv: Tensor, topk: Tensor | None, plan: AttentionPlan) -> Tensor:
-        """Queries [t, h, N+R] as projected, latents [T, C+R], selection [t, K] -> [t, h, V].
+        """Queries [t, h, N+R] as projected, which may be overwritten, latents [T, C+R], selection [t, K] -> [t, h, V].
 
         Dense rows expand keys and values for each head; sparse rows take the query into the latent space.
         """

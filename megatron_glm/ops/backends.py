@@ -29,7 +29,7 @@ def lacking(backend: str, dense_rows: str = "off") -> list[str]:
     """What `backend` needs and this machine does not have, in words; empty if it can run."""
     if backend == "torch":
         return []
-    packages = PACKAGES[backend] | (DENSE if dense_rows == "auto" else {})
+    packages = PACKAGES[backend] | ({} if dense_rows == "off" else DENSE)
     missing = [package for module, package in packages.items() if find_spec(module) is None]
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         missing.append(HOPPER)
@@ -53,7 +53,7 @@ def load(backend: str, dense_rows: str = "auto", deterministic: bool = False) ->
         raise ValueError("--deterministic needs --attention-backend tilelang or torch: cuDNN sums gradients by atomics")
     try:
         module = importlib.import_module(f"megatron_glm.ops.{backend}")
-        dense = importlib.import_module("megatron_glm.ops.cudnn_dense") if dense_rows == "auto" else None
+        dense = None if dense_rows == "off" else importlib.import_module("megatron_glm.ops.cudnn_dense")
     except ImportError as error:
         raise ValueError(
             f"--attention-backend {backend}: its packages are here but fail to import ({error}); {_choices(dense_rows)}"

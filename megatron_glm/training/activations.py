@@ -103,17 +103,21 @@ def layer_gradients(model: ModelConfig, s: Shapes) -> int:
     return max(attention, rows * (model.hidden_size + 4 * model.moe_intermediate_size) * s.b)
 
 
+def vocabulary_elements(model: ModelConfig, s: Shapes) -> int:
+    """Elements of a rank's part of a vocabulary matrix."""
+    return -(-model.vocab_size // s.tp) * model.hidden_size
+
+
 def head_kept(model: ModelConfig, s: Shapes) -> int:
     """Bytes that last norm and head keep: the norm's input, and the gradients of the hidden states and, in fp32, of
     the vocabulary matrix, which the forward has computed."""
-    vocab = -(-model.vocab_size // s.tp)
-    return vocab * model.hidden_size * 4 + (s.tokens + s.shard) * model.hidden_size * s.b + 4 * s.shard
+    rows = (s.tokens + s.shard) * model.hidden_size * s.b + 4 * s.shard
+    return 4 * vocabulary_elements(model, s) + rows
 
 
 def head_bytes(config: RunConfig, s: Shapes) -> int:
-    """Most bytes at the head: what it keeps, the normalised hidden states, the logits of one chunk, whose gradient
-    takes their place, and a second copy of the matrix's gradient in the forward's type, if it is another."""
+    """Most bytes at the head: what it keeps, the normalised hidden states, and the logits of one chunk, whose gradient
+    takes their place."""
     model, rows = config.model, min(config.kernels.loss_chunk_size, s.tokens)
-    vocab = -(-model.vocab_size // s.tp)
-    other = vocab * model.hidden_size * (s.b % 4)
-    return head_kept(model, s) + rows * vocab * s.b + other + s.tokens * model.hidden_size * s.b
+    logits = rows * -(-model.vocab_size // s.tp) * s.b
+    return head_kept(model, s) + logits + s.tokens * model.hidden_size * s.b

@@ -22,7 +22,15 @@ from megatron_glm.parallel.grid import GROUP_AXES, Grid, check_layout
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.pipeline.layout import PipelineLayout, Stage, build_layout, stage_costs
 from megatron_glm.parallel.pipeline.schedule import Schedule, Simulation, build_schedule, simulate
-from megatron_glm.training.activations import Shapes, head_bytes, head_kept, layer_again, layer_gradients, layer_kept
+from megatron_glm.training.activations import (
+    Shapes,
+    head_bytes,
+    head_kept,
+    layer_again,
+    layer_gradients,
+    layer_kept,
+    vocabulary_elements,
+)
 
 FP32 = 4
 GIB = 2**30
@@ -142,7 +150,9 @@ class Plan:
         length, topk = config.data.seq_length, config.model.index_topk
         pack = config.train.micro_batch_size * length
         tokens = pack // grid.cp
-        dense = 0 if config.dense_rows == "off" else tokens * min(length, topk) // length
+        dense = tokens * min(length, topk) // length
+        if config.dense_rows == "off" or (config.dense_rows == "short" and length > topk):
+            dense = 0
         return Shapes(pack, tokens, tokens // grid.tp, dense, min(topk, pack), grid.tp, 2 if config.train.bf16 else 4)
 
     def units(self, stage: Stage) -> tuple[Unit, ...]:
@@ -174,13 +184,12 @@ class Plan:
         accumulated = 0
         if self._accumulates:
             accumulated = FP32 * sum(unit.trained_elements for unit in running)
-        largest = max(unit.trained_elements * self._gradient_bytes(unit) for unit in running)
+        head = any(stage.head for stage in self.layout.of_rank(pp_rank))
         reduced = max((unit.trained_elements for unit in running if not self._whole(unit.expert)), default=0)
         sent = 0
         if self.grid.ep > 1 and any(unit.expert for unit in running):
             sent = round(2 * s.shard * distinct_owners(model, self.grid.ep) * model.hidden_size * s.b)
         crossing = 4 * s.shard * model.hidden_size * s.b if self.grid.pp > 1 else 0
-        head = any(stage.head for stage in self.layout.of_rank(pp_rank))
         return {
             "fp32 master weights": held.parameters,
             "AdamW moments": held.moments,
@@ -188,8 +197,8 @@ class Plan:
             "gradients before reduction": max(0, accumulated - held.gradients),
             "gathered weights": self._gathered(pp_rank),
             "activations": self._kept(pp_rank),
-            "working set of a layer": self._working_set(pp_rank) + largest,
-            "logits chunk and head": head_bytes(self.config, s) if head else 0,
+            "working set of a layer": self._working_set(pp_rank) + self._gradients_on_their_way(pp_rank),
+            "logits chunk and head": self._head() if head else 0,
             "communication buffers": reduced * FP32 + sent + crossing,
             "reserve (CUDA, NCCL, fragments)": RESERVE,
         }
@@ -206,14 +215,26 @@ class Plan:
         """Whether units of this kind are plain parameters, of which the forward makes copies in its own type."""
         return holds_whole(self.grid.dp * self.grid.cp, self.grid.edp)[0 if expert else 1]
 
-    def _gradient_bytes(self, unit: Unit) -> int:
-        """Bytes an element of a unit's gradients on their way to where they are summed.
+    def _gradients_on_their_way(self, pp_rank: int) -> int:
+        """Most bytes of one unit's gradients before they are where they are summed; the head's are counted with it.
 
         FSDP's dense ones are made in fp32, and where several are summed, they are made there.
         """
-        if unit.expert or self._whole(False):
-            return self.shapes.b
-        return 0 if self._accumulates else FP32
+        dense = self.shapes.b if self._whole(False) else 0 if self._accumulates else FP32
+        largest = 0
+        for stage in self.layout.of_rank(pp_rank):
+            for place, unit in enumerate(self.units(stage)):
+                head = vocabulary_elements(self.config.model, self.shapes) if stage.head and place == 0 else 0
+                size = max(0, unit.trained_elements - head) * (self.shapes.b if unit.expert else dense)
+                largest = max(largest, size if unit.runs else 0)
+        return largest
+
+    def _head(self) -> int:
+        """What head and loss hold; the gradient of their matrix only where it is in no sum of gradients."""
+        summed = self._accumulates or self._whole(False)
+        return head_bytes(self.config, self.shapes) - (
+            FP32 * vocabulary_elements(self.config.model, self.shapes) if summed else 0
+        )
 
     def _gathered(self, pp_rank: int) -> int:
         """Forward weights: a chunk's root unit, and the layer at work with the next one; all that are kept gathered.

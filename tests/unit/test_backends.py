@@ -82,16 +82,18 @@ def test_fp32_runs_need_the_reference():
 
 
 @pytest.mark.parametrize(
-    "backend, cp, flag, used",
+    "backend, cp, length, flag, used",
     [
-        ("torch", 2, "auto", "auto"),
-        ("cudnn", 1, "auto", "auto"),
-        ("cudnn", 2, "auto", "off"),
-        ("cudnn", 1, "off", "off"),
+        ("torch", 2, 64, "auto", "auto"),
+        ("cudnn", 1, 64, "auto", "auto"),
+        ("cudnn", 2, 4096, "auto", "off"),
+        ("cudnn", 2, 8192, "auto", "short"),
+        ("cudnn", 1, 64, "off", "off"),
     ],
 )
-def test_dense_rows_are_used_where_they_are_faster(backend, cp, flag, used):
+def test_dense_rows_are_used_where_they_are_faster(backend, cp, length, flag, used):
     config = run_config(attention_backend=backend, dense_rows=flag)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_length=length))
     config = dataclasses.replace(config, parallel=ParallelConfig(context_parallel_size=cp))
     assert config.dense_rows == used
 

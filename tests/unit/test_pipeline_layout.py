@@ -125,6 +125,9 @@ def test_idle_shares_of_the_recipe():
     assert idle(layout_of(4, per_stage=2), 4, "full", OPERATIONS) == pytest.approx(0.144, abs=5e-4)
     ten_chunks = "E" + "tt|" * 38 + "t|tL"
     assert idle(layout_of(4, layout=ten_chunks), 4, "full", OPERATIONS) == pytest.approx(0.096, abs=5e-4)
+
+
+def test_an_automatic_layout_is_idle_for_less_than_seven_percent():
     automatic = layout_of(4, layout="auto")
     check_whole(automatic, GLM52)
     assert automatic.chunks <= 10 and idle(automatic) <= 0.07

@@ -125,6 +125,13 @@ def test_few_dense_rows_between_many_sparse_ones_are_not_taken_apart(cp):
         assert plan.dense is None and listed(plan.sparse.rows) == list(range(TOTAL // cp))
 
 
+@pytest.mark.parametrize("cp", [1, 4])
+def test_dense_rows_of_packs_of_short_documents_alone(cp):
+    for lengths, dense in ((K, 3, K), True), ((K, K + 1), False):
+        for _, plan in plans(lengths, cp, dense_rows="short"):
+            assert (plan.dense is not None, plan.sparse is not None) == (dense, not dense)
+
+
 def test_a_selection_is_no_wider_than_the_pack():
     assert AttentionPlan.build(CONFIG, (6,), 6).slots == 6 and AttentionPlan.build(CONFIG, (60,), 60).slots == K
 

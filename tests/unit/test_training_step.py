@@ -270,9 +270,8 @@ def test_weights_of_one_rank_have_the_gradients_of_fsdp(groups, recompute, monke
         assert torch.equal(gradient, sharded[name]), name
 
 
-@pytest.mark.parametrize("dense_rows", ["auto", "off"])
+@pytest.mark.parametrize("dense_rows", ["auto", "short", "off"])
 def test_every_stage_knows_whether_a_selection_is_coming(dense_rows):
-    config = run_config(kernels=KernelConfig(dense_rows=dense_rows))
     for lengths in ((), (1,), (4,), (5,), (4, 4), (2, 5)):
         plan = AttentionPlan.build(MODEL, lengths, SEQ, dense_rows=dense_rows)
-        assert has_sparse_rows(config.model, lengths, config.kernels.dense_rows) == (plan.sparse is not None)
+        assert has_sparse_rows(MODEL, lengths, dense_rows) == (plan.sparse is not None)

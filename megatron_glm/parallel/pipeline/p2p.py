@@ -73,7 +73,7 @@ class Mailbox:
         self._schedule, self._rank, self._transport = schedule, rank, transport
         self._boundary, self._selects = boundary, selects
         self._arrivals = {kind: schedule.arrivals(rank, kind) for kind in "FB"}
-        self._received: dict[Action, tuple[list[Tensor], list[Pending]]] = {}
+        self._local: dict[Action, list[Tensor]] = {}  # from this rank to itself
         self._sent: list[tuple[Pending, Tensor]] = []
 
     def take(self, action: Action) -> list[Tensor]:
@@ -85,17 +85,14 @@ class Mailbox:
         """
         cause = self._schedule.cause(self._rank, action)
         if cause is not None and cause[0] != self._rank:
-            while action not in self._received:  # what the neighbour has sent before comes first
-                arrival = next(self._arrivals[action.kind])
-                buffers = [
-                    torch.empty(shape, dtype=dtype, device=self._boundary.device)
-                    for shape, dtype in self._shapes(self._rank, arrival)
-                ]
-                self._received[arrival] = buffers, [self._transport.receive(arrival.kind, x) for x in buffers]
-        tensors, pending = self._received.pop(action, ([], []))
-        for work in pending:
-            work.wait()
-        return tensors
+            if (arrival := next(self._arrivals[action.kind])) != action:
+                raise ValueError(f"pipeline rank {self._rank} needs {action}, and its neighbour sends {arrival} first")
+            shapes = self._shapes(self._rank, action)
+            tensors = [torch.empty(shape, dtype=dtype, device=self._boundary.device) for shape, dtype in shapes]
+            for work in [self._transport.receive(action.kind, tensor) for tensor in tensors]:
+                work.wait()
+            return tensors
+        return self._local.pop(action, [])
 
     def put(self, action: Action, tensors: list[Tensor | None]) -> None:
         """Send what `action` made to the rank that needs it; does not wait.
@@ -110,7 +107,7 @@ class Mailbox:
         if made != expected:
             raise ValueError(f"{action} of pipeline rank {self._rank} made {made}, the next stage expects {expected}")
         if rank == self._rank:  # a pipeline of one rank
-            self._received[effect] = tensors, []
+            self._local[effect] = tensors
             return
         for tensor in tensors:
             tensor = tensor.contiguous()

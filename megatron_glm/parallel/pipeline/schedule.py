@@ -211,7 +211,9 @@ def _stage_costs(text: str) -> list[tuple[float, float]]:
 
 def _refuse_unused(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Raises ValueError for a flag that only counts with a model, or without one."""
-    with_model = ("num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout", "seq_length")
+    with_model = (
+        "num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout", "seq_length", "recompute_granularity"
+    )  # fmt: skip
     without = ("stage_costs", "num_virtual_stages_per_pipeline_rank")
     for name in without if args.hf_config is not None else with_model:
         if getattr(args, name) != parser.get_default(name):
@@ -234,6 +236,7 @@ def main() -> None:
     parser.add_argument("--num-layers-per-virtual-pipeline-stage", type=int)
     parser.add_argument("--pipeline-model-parallel-layout")
     parser.add_argument("--seq-length", type=int, default=4096)
+    parser.add_argument("--recompute-granularity", choices=["none", "selective", "full"], default="none")
     parser.add_argument("--stage-costs", default="1:3", help="without a model: forward:backward of each stage, or one")
     parser.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, default=1, help="without a model")
     args = parser.parse_args()
@@ -248,11 +251,11 @@ def main() -> None:
                 num_layers_per_virtual_pipeline_stage=args.num_layers_per_virtual_pipeline_stage,
                 pipeline_model_parallel_layout=args.pipeline_model_parallel_layout,
                 microbatch_group_size_per_vp_stage=args.microbatch_group_size_per_vp_stage,
+                recompute_granularity=args.recompute_granularity,
             )
             parallel.check(model, pp)
             layout = build_layout(parallel, model, args.seq_length, micro_batches)
-            recompute = parallel.recompute_granularity
-            chunks, costs = layout.chunks, stage_costs(layout, model, args.seq_length, recompute)
+            chunks, costs = layout.chunks, stage_costs(layout, model, args.seq_length, args.recompute_granularity)
             print("layers of each stage:", *(len(stage.layers) for stage in layout.stages))
         else:
             chunks = args.num_virtual_stages_per_pipeline_rank
