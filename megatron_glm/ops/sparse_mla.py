@@ -8,6 +8,15 @@ from torch import Tensor
 from megatron_glm.ops.kept import product_once
 
 GATHER_ELEMENTS = 1 << 24  # fp32 elements of the gathered keys of the torch reference: 64 MiB
+PART_BYTES = 9 << 28  # of the ordered backward's parts of dKV: 1024 queries of 2048 slots and 64 heads
+
+
+def sums_in_order(backend: str, deterministic: bool, keys: int) -> bool:
+    """Whether a backward writes parts of dKV to memory and adds them in order, and not by atomics.
+
+    From so many keys on, whose sums are far from fitting the L2 cache, atomics take 1.3 times as long.
+    """
+    return backend == "tilelang" and (deterministic or keys >= 1 << 17)
 
 
 def sparse_mla(

@@ -17,6 +17,7 @@ from torch import nn
 
 from megatron_glm.config import KernelConfig, ModelConfig, ParallelConfig, RunConfig
 from megatron_glm.model.glm import GLMChunk
+from megatron_glm.ops.sparse_mla import PART_BYTES, sums_in_order
 from megatron_glm.parallel.fsdp import holds_whole
 from megatron_glm.parallel.grid import GROUP_AXES, Grid, check_layout
 from megatron_glm.parallel.groups import ParallelGroups
@@ -289,8 +290,11 @@ class Plan:
     def _working_set(self, pp_rank: int) -> int:
         """What a layer's recomputation adds, and the gradients that its backward holds at a time."""
         model, s, granularity = self.config.model, self.shapes, self.config.parallel.recompute_granularity
+        kernels = self.config.kernels
+        ordered = sums_in_order(kernels.attention_backend, kernels.deterministic, s.pack)
+        gradients = layer_gradients(model, s) + (PART_BYTES if ordered else 0)
         layers = [layer for stage in self.layout.of_rank(pp_rank) for layer in stage.layers]
-        return max((layer_again(model, i, s, granularity) + layer_gradients(model, s) for i in layers), default=0)
+        return max((layer_again(model, i, s, granularity) + gradients for i in layers), default=0)
 
     def traffic(self) -> list[tuple[str, str, float, float]]:
         """(axis, what, bytes inside a node, bytes between nodes) that a rank sends in a step, the busiest rank's."""

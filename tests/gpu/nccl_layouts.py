@@ -16,6 +16,7 @@ LAYOUTS = {
     1: {"one": ParallelConfig()},
     2: {
         "dp2": ParallelConfig(),
+        "dp2 reduced every time": ParallelConfig(grad_sync="every"),
         "dp2 kept": ParallelConfig(reshard_after_forward=False, reshard_experts_after_forward=False),
         "tp2": ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True),
         "cp2": ParallelConfig(context_parallel_size=2),

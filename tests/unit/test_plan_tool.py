@@ -16,6 +16,7 @@ from megatron_glm.model import moe, recompute
 from megatron_glm.model.norm import RMSNorm
 from megatron_glm.model.plan import AttentionPlan
 from megatron_glm.ops.kept import Kept
+from megatron_glm.ops.sparse_mla import PART_BYTES
 from megatron_glm.training.activations import Shapes, layer_activations, layer_kept
 from megatron_glm.training.plan_report import print_plan
 from megatron_glm.training.planning import GIB, Plan, distinct_owners
@@ -127,6 +128,9 @@ def test_each_setting_moves_its_kind_of_memory():
     kept = recipe(64, reshard_after_forward=False).memory(1)["gathered weights"]
     dense = [unit.elements for unit in full.rank_units(1) if not unit.expert]
     assert kept >= 2 * sum(dense) > kinds["gathered weights"]
+    deterministic = replace(full.config, kernels=replace(full.config.kernels, deterministic=True))
+    ordered = Plan.create(deterministic, 512, 8).memory(1)["working set of a layer"]
+    assert ordered == kinds["working set of a layer"] + PART_BYTES
     traffic = {(axis, what): inside + between for axis, what, inside, between in full.traffic()}
     assert ("tp", "sequence shards") not in traffic
     stages = 9 * 2 - 1  # inner ranks send 9 outputs and 9 input gradients; the first and last one fewer

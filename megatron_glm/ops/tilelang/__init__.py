@@ -12,12 +12,11 @@ import tilelang
 import torch
 from torch import Tensor
 
+from megatron_glm.ops.sparse_mla import PART_BYTES, sums_in_order
 from megatron_glm.ops.tilelang import indexer, sparse_backward, sparse_forward
 from megatron_glm.ops.triton.row_sums import add_rows
 
 SCORE_BYTES = 1 << 29  # of the fp32 score chunk of `index_topk_tilelang`
-PART_BYTES = 9 << 28  # of the ordered backward's parts of dKV: 1024 queries of 2048 slots and 64 heads
-ORDERED_KEYS = 1 << 17  # keys whose sums are far from fitting the L2 cache: there atomics take 1.3 times as long
 
 # The kernels place every barrier and every bounds check themselves. Warpgroups run side by side, so that no two
 # shared buffers may share memory, whatever the order in which the text uses them. Fast math: exp2 and log2 of the
@@ -108,7 +107,7 @@ def sparse_mla_backward_tilelang(
     _check("kv", kv, torch.bfloat16, (None, sparse_forward.WIDTH))
     grad_q = torch.empty_like(q)
     sums = torch.zeros(kv.shape, dtype=torch.float32, device=q.device)
-    ordered = deterministic or len(kv) >= ORDERED_KEYS
+    ordered = sums_in_order("tilelang", deterministic, len(kv))
     order = sparse_backward.PART_ORDER if ordered else sparse_backward.SUM_ORDER
     if rows:
         kernel = compiled(sparse_backward.backward_kernel, heads, ordered)
