@@ -69,8 +69,11 @@ def parser_of(description: str | None) -> Parser:
 
 def configured(flags: argparse.Namespace) -> RunConfig:
     """The configuration of these flags, completed by the reference case, checked for the ranks that are here."""
-    given = REFERENCE | {"mock_data": True, "train_iters": 1, "bf16": torch.cuda.is_available()} | vars(flags)
+    bf16 = torch.cuda.is_available() or getattr(flags, "attention_backend", "torch") != "torch"
+    given = REFERENCE | {"mock_data": True, "train_iters": 1, "bf16": bf16} | vars(flags)
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    if given.get("rounds", 1) < 1:
+        raise ValueError(f"--rounds is {given['rounds']}; it must be at least 1")
     config = resolve(argparse.Namespace(**given), PretrainDataConfig)
     layers, dense = config.model.num_hidden_layers, given.get("dense_layers", 1)
     if not 0 <= dense <= layers:
@@ -266,7 +269,7 @@ def idle_share(table: dict[str, float], groups: ParallelGroups) -> float:
 
 
 def kernel_table(step: Callable[[], None]) -> dict[str, float]:
-    """Milliseconds of one step's device time, see `by_kind`."""
+    """Milliseconds of one step's device time, see `by_kind`; on a CPU of its outermost operators."""
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CUDA] if torch.cuda.is_available() else [ProfilerActivity.CPU]
@@ -275,7 +278,11 @@ def kernel_table(step: Callable[[], None]) -> dict[str, float]:
         wait_for_device()
     device = torch.autograd.DeviceType.CUDA if torch.cuda.is_available() else torch.autograd.DeviceType.CPU
     return by_kind(
-        [(e.name, e.time_range.start, e.time_range.end) for e in profiler.events() if e.device_type == device]
+        [
+            (e.name, e.time_range.start, e.time_range.end)
+            for e in profiler.events()
+            if e.device_type == device and e.cpu_parent is None
+        ]
     )
 
 

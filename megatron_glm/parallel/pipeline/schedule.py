@@ -225,10 +225,11 @@ def _refuse_unused(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
 
 def main() -> None:
     """Prints idle share, peak live micro-batches and the timeline of one schedule."""
-    from megatron_glm.config import ModelConfig, ParallelConfig  # here, because the layouts need the schedules
+    from megatron_glm.arguments import Parser  # here, because the layouts need the schedules
+    from megatron_glm.config import ModelConfig, ParallelConfig
     from megatron_glm.parallel.pipeline.layout import build_layout, stage_costs
 
-    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser = Parser(description=main.__doc__)
     parser.add_argument("--pipeline-model-parallel-size", type=int, required=True)
     parser.add_argument("--micro-batches", type=int, help="default: the pipeline size")
     parser.add_argument("--microbatch-group-size-per-vp-stage", type=int)
@@ -256,15 +257,17 @@ def main() -> None:
             parallel.check(model, pp)
             layout = build_layout(parallel, model, args.seq_length, micro_batches)
             chunks, costs = layout.chunks, stage_costs(layout, model, args.seq_length, args.recompute_granularity)
-            print("layers of each stage:", *(len(stage.layers) for stage in layout.stages))
+            sizes = [len(stage.layers) for stage in layout.stages]
         else:
-            chunks = args.num_virtual_stages_per_pipeline_rank
+            chunks, sizes = args.num_virtual_stages_per_pipeline_rank, None
             costs = _stage_costs(args.stage_costs)
             costs = costs * pp * chunks if len(costs) == 1 else costs
         schedule = build_schedule(pp, chunks, micro_batches, args.microbatch_group_size_per_vp_stage)
         result = simulate(schedule, costs)
     except ValueError as error:
         parser.error(str(error))
+    if sizes is not None:
+        print("layers of each stage:", *sizes)
     print(f"{pp} ranks x {chunks} virtual stages, {micro_batches} micro-batches: idle {result.idle:.1%}")
     print("peak live micro-batches of each rank, summed over its virtual stages:", *result.peak_live)
     print(result.timeline())
