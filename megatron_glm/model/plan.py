@@ -105,9 +105,8 @@ class AttentionPlan:
         shard_size = total // (cp_size * tp_size)
         shard = slice(tp_rank * shard_size, (tp_rank + 1) * shard_size)
         dense = sparse = None
-        all_short = max(doc_lengths, default=0) <= config.index_topk
-        apart = all_short if dense_rows == "short" else dense_rows == "auto" and _pay(doc_lengths, config.index_topk)
-        if apart and any(doc_lengths):
+        apart = _has_dense_rows(doc_lengths, config.index_topk, dense_rows)
+        if apart:
             dense = _dense_rows(doc_lengths, ranges, config.index_topk, device)
         start, position, local_valid = (torch.cat([x[slice(*r)] for r in ranges]) for x in (start, position, valid))
         if has_sparse_rows(config, doc_lengths, dense_rows):
@@ -135,14 +134,18 @@ def has_sparse_rows(config: ModelConfig, doc_lengths: tuple[int, ...], dense_row
     return dense_rows == "off" or not 0 < max(doc_lengths, default=0) <= config.index_topk
 
 
-def _pay(doc_lengths: tuple[int, ...], index_topk: int) -> bool:
-    """Whether a pack gains by dense rows.
+def _has_dense_rows(doc_lengths: tuple[int, ...], index_topk: int, dense_rows: str) -> bool:
+    """Whether a pack is planned with a dense part: with "auto" only if it gains.
 
     A dense row saves about 0.36 us of a layer on an H200. The sparse rows of several documents have dense ones between
     them, so they are moved to be together, at 0.13 us a row (docs/performance.md).
     """
     long = [length - index_topk for length in doc_lengths if length > index_topk]
     dense = sum(doc_lengths) - sum(long)
+    if dense_rows == "off" or dense == 0:
+        return False
+    if dense_rows == "short":
+        return not long
     return len(long) < 2 or 0.13 * sum(long) <= 0.36 * dense
 
 

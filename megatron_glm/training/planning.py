@@ -233,9 +233,8 @@ class Plan:
     def _head(self) -> int:
         """What head and loss hold; the gradient of their matrix only where it is in no sum of gradients."""
         summed = self._accumulates or self._whole(False)
-        return head_bytes(self.config, self.shapes) - (
-            FP32 * vocabulary_elements(self.config.model, self.shapes) if summed else 0
-        )
+        matrix = FP32 * vocabulary_elements(self.config.model, self.shapes)
+        return head_bytes(self.config, self.shapes) - (matrix if summed else 0)
 
     def _gathered(self, pp_rank: int) -> int:
         """Forward weights: a chunk's root unit, and the layer at work with the next one; all that are kept gathered.
