@@ -28,7 +28,8 @@ def shard_chunk(chunk: nn.Module, groups: ParallelGroups, parallel: ParallelConf
     """Shard a chunk of layers in place.
 
     Args:
-        chunk: has `layers` (a ModuleDict); a layer whose `mlp` has `experts` shards these over `groups.edp`.
+        chunk: has `layers` (a ModuleDict), `embed_tokens` and `lm_head` (each may be None); a layer whose `mlp` has
+            `experts` shards these over `groups.edp`.
         bf16: compute in bf16; parameters, reductions and sums of gradients stay fp32 either way.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -54,6 +55,10 @@ def shard_chunk(chunk: nn.Module, groups: ParallelGroups, parallel: ParallelConf
         if hasattr(layer.mlp, "experts"):
             shard(layer.mlp.experts, groups.edp, whole_experts, parallel.reshard_experts_after_forward, experts=True)
         shard(layer, groups.dp_cp, whole_chunk, parallel.reshard_after_forward)
+    for module in filter(None, (chunk.embed_tokens, chunk.lm_head)):
+        shard(module, groups.dp_cp, whole_chunk, parallel.reshard_after_forward)
+        if not whole_chunk:
+            module.set_unshard_in_backward(False)  # the head's gradients are made in the forward
     shard(chunk, groups.dp_cp, whole_chunk, parallel.reshard_after_forward)
     for module in chunk.modules():
         if isinstance(module, FSDPModule):
@@ -85,6 +90,23 @@ def set_gradient_sync(chunk: nn.Module, sync: bool) -> None:
         # FSDP2 fails in a frozen module that never runs (an MTP layer) when it is told to accumulate.
         if not any(p.requires_grad for p in module.parameters()):
             module.set_requires_gradient_sync(True)
+
+
+def gather_ahead(chunk: nn.Module, weights: torch.Event | None) -> None:
+    """Let the next forward of this chunk gather its first weights while the actions before it still compute.
+
+    FSDP2 by itself gathers them behind all that was started before: behind the backward of another virtual stage, say.
+
+    Args:
+        weights: recorded when they were last changed (`weights_event`).
+    """
+    if weights is not None and isinstance(chunk, FSDPModule):
+        chunk.set_post_optim_event(weights)
+
+
+def weights_event() -> torch.Event | None:
+    """An event behind what has been started: before a step, the optimizer's last change. None without a GPU."""
+    return torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
 
 
 def reduce_partial_gradients(chunks: list[nn.Module]) -> None:

@@ -55,13 +55,23 @@ class Axis:
 class Unit:
     """Parameters that FSDP gathers together: shapes after the tensor and expert cut, before FSDP's.
 
+    kind: "experts", "layer", "embedding", "head" or "root", which is what these leave: the last norm, if anything.
     runs: False in an MTP layer, which is held and never gathered.
     """
 
-    expert: bool
+    kind: str
     runs: bool
     trained: tuple[tuple[int, ...], ...]
     frozen: tuple[tuple[int, ...], ...]
+
+    @property
+    def expert(self) -> bool:
+        return self.kind == "experts"
+
+    @property
+    def vocabulary(self) -> bool:
+        """Whether it is a matrix of the vocabulary, which no backward gathers."""
+        return self.kind in ("embedding", "head")
 
     @property
     def trained_elements(self) -> int:
@@ -85,7 +95,7 @@ def _shard(shape: tuple[int, ...], index: int, size: int) -> int:
 def stage_units(
     model: ModelConfig, parallel: ParallelConfig, kernels: KernelConfig, grid: Grid, stage: Stage
 ) -> tuple[Unit, ...]:
-    """The FSDP units of one virtual stage, the root unit (embedding, last norm, head) first; see `fsdp.shard_chunk`."""
+    """The FSDP units of one virtual stage; see `fsdp.shard_chunk`."""
     sizes = {name: math.prod(getattr(grid, axis) for axis in axes) for name, (_, axes) in GROUP_AXES.items()}
     axes = {name: Axis(size) for name, size in sizes.items()}
     world = Axis(grid.pp * grid.dp * grid.cp * grid.tp)
@@ -93,21 +103,21 @@ def stage_units(
     where = {"embedding": stage.embedding, "head": stage.head, "mtp": stage.mtp}
     with torch.device("meta"):
         chunk = GLMChunk(model, stage.layers, groups, parallel, kernels, **where)
-    units, taken = [], set()
+    modules: list[tuple[str, nn.Module | None, bool]] = []
     for name, layer in chunk.layers.items():
         runs = int(name) < model.num_hidden_layers
-        if hasattr(layer.mlp, "experts"):
-            units.append(_unit(layer.mlp.experts, taken, True, runs))
-        units.append(_unit(layer, taken, False, runs))
-    return (_unit(chunk, taken, False, True), *units)
-
-
-def _unit(module: nn.Module, taken: set[nn.Parameter], expert: bool, runs: bool) -> Unit:
-    """The parameters of a module that no unit inside it has taken."""
-    mine = [parameter for parameter in module.parameters() if parameter not in taken]
-    taken.update(mine)
-    shapes = {kind: tuple(tuple(p.shape) for p in mine if p.requires_grad == kind) for kind in (True, False)}
-    return Unit(expert, runs, shapes[True], shapes[False])
+        modules += [("experts", getattr(layer.mlp, "experts", None), runs), ("layer", layer, runs)]
+    modules += [("embedding", chunk.embed_tokens, True), ("head", chunk.lm_head, True), ("root", chunk, True)]
+    units, taken = [], set()
+    for kind, module, runs in modules:
+        if module is not None:
+            mine = [parameter for parameter in module.parameters() if parameter not in taken]
+            taken.update(mine)
+            shapes = {
+                trains: tuple(tuple(p.shape) for p in mine if p.requires_grad == trains) for trains in (True, False)
+            }
+            units.append(Unit(kind, runs, shapes[True], shapes[False]))
+    return tuple(units)
 
 
 @dataclass(frozen=True)
@@ -223,11 +233,9 @@ class Plan:
         """
         dense = self.shapes.b if self._whole(False) else 0 if self._accumulates else FP32
         largest = 0
-        for stage in self.layout.of_rank(pp_rank):
-            for place, unit in enumerate(self.units(stage)):
-                head = vocabulary_elements(self.config.model, self.shapes) if stage.head and place == 0 else 0
-                size = max(0, unit.trained_elements - head) * (self.shapes.b if unit.expert else dense)
-                largest = max(largest, size if unit.runs else 0)
+        for unit in self.rank_units(pp_rank):
+            if unit.runs and unit.kind != "head":
+                largest = max(largest, unit.trained_elements * (self.shapes.b if unit.expert else dense))
         return largest
 
     def _head(self) -> int:
@@ -237,23 +245,27 @@ class Plan:
         return head_bytes(self.config, self.shapes) - (matrix if summed else 0)
 
     def _gathered(self, pp_rank: int) -> int:
-        """Forward weights: a chunk's root unit, and the layer at work with the next one; all that are kept gathered.
+        """Forward weights: the layer at work with the next one, embedding or head beside them; all that stay gathered.
 
         Copies of whole weights are of one layer at a time where they are recomputed; autograd keeps them otherwise.
         """
         parallel, b, kept, largest = self.config.parallel, self.shapes.b, 0, 0
         keep = {True: not parallel.reshard_experts_after_forward, False: not parallel.reshard_after_forward}
         for stage in self.layout.of_rank(pp_rank):
-            root, *units = (unit for unit in self.units(stage) if unit.runs)
-            passing = 0 if self._whole(False) and b == FP32 else root.elements
+            passing = 0
             for expert in (True, False):
-                elements, whole = [unit.elements for unit in units if unit.expert == expert], self._whole(expert)
+                whole, units = self._whole(expert), [u for u in self.units(stage) if u.runs and u.expert == expert]
+                vocabulary, layers = ([u.elements for u in units if u.vocabulary == kind] for kind in (True, False))
                 if whole and b == FP32:
                     continue
-                if keep[expert] or (whole and parallel.recompute_granularity == "none"):
-                    kept += sum(elements)
+                if keep[expert]:
+                    kept += sum(vocabulary)
                 else:
-                    passing += (1 if whole else 2) * max(elements, default=0)
+                    passing += max(vocabulary, default=0)
+                if keep[expert] or (whole and parallel.recompute_granularity == "none"):
+                    kept += sum(layers)
+                else:
+                    passing += (1 if whole else 2) * max(layers, default=0)
             largest = max(largest, passing)
         return b * (kept + largest)
 
@@ -273,8 +285,8 @@ class Plan:
         for stage in self.layout.of_rank(pp_rank):
             total += self._kept_of_layers(stage) + (head_kept(self.config.model, s) if stage.head else 0)
             if parallel.recompute_granularity == "none" and s.b < FP32:
-                copied = (u for u in self.units(stage)[1:] if u.runs and self._whole(u.expert) and not keep[u.expert])
-                total += s.b * sum(unit.trained_elements for unit in copied)
+                copied = (u for u in self.units(stage) if u.runs and not u.vocabulary and not keep[u.expert])
+                total += s.b * sum(unit.trained_elements for unit in copied if self._whole(unit.expert))
         return total
 
     def _kept(self, pp_rank: int) -> int:
@@ -326,7 +338,8 @@ class Plan:
                 reshard = parallel.reshard_experts_after_forward if unit.expert else parallel.reshard_after_forward
                 reductions = 1 if parallel.grad_sync == "last" else count
                 share = (size - 1) / size
-                gathers = 2 * count if reshard else reductions  # those that stay gathered do until they are reduced
+                again = count * (not unit.vocabulary)  # for the backward
+                gathers = count + again if reshard else reductions  # what stays gathered does until it is reduced
                 found[axis, "gathered weights"] += share * unit.elements * s.b * gathers
                 found[axis, "reduced gradients"] += share * unit.trained_elements * FP32 * reductions
         for stage in self.layout.of_rank(pp_rank):

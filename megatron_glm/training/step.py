@@ -18,7 +18,13 @@ from megatron_glm.model.glm import ChunkOutput, GLMChunk
 from megatron_glm.model.plan import AttentionPlan, has_sparse_rows
 from megatron_glm.model.router import update_router_biases
 from megatron_glm.ops.upload import upload
-from megatron_glm.parallel.fsdp import local, reduce_partial_gradients, set_gradient_sync
+from megatron_glm.parallel.fsdp import (
+    gather_ahead,
+    local,
+    reduce_partial_gradients,
+    set_gradient_sync,
+    weights_event,
+)
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.pipeline.p2p import Boundary, GroupTransport
 from megatron_glm.parallel.pipeline.runner import Runner
@@ -134,6 +140,7 @@ def run_micro_batches(
         topk=min(config.model.index_topk, total),
         topk_stages=tuple(stage.needs_topk(config.model) for stage in layout.stages),
     )
+    weights = weights_event()
     inputs: dict[int, MicroBatch] = {}  # of the micro-batches that are between this rank's first and last chunk
 
     def forward(chunk: int, i: int, hidden: Tensor | None, topk: Tensor | None) -> ChunkOutput:
@@ -142,6 +149,7 @@ def run_micro_batches(
         tokens, labels, plan = inputs[i]
         if chunk == len(chunks) - 1:
             del inputs[i]
+        gather_ahead(chunks[chunk], weights)
         return chunks[chunk](tokens if hidden is None else hidden, plan, topk, labels, 1 / divisor)
 
     runner = Runner(schedule, groups.pp.rank(), GroupTransport(groups), boundary)

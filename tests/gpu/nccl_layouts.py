@@ -8,8 +8,11 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megatron_glm.config import ParallelConfig
+from megatron_glm.parallel.fsdp import gather_ahead, shard_chunk, weights_event
+from megatron_glm.parallel.groups import ParallelGroups
 from tests.parity.layouts import parity_model, run_config, train
 
 LAYOUTS = {
@@ -42,6 +45,38 @@ LAYOUTS = {
 }
 
 
+class Chunk(nn.Module):
+    """What `shard_chunk` needs: one layer, no embedding, no head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = self.lm_head = None
+        self.layers = nn.ModuleDict({"0": nn.Sequential()})
+        self.layers["0"].mlp = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.layers["0"](x)
+
+
+def gathers_while_busy(ahead: bool) -> bool:
+    """Whether the weights of a forward are gathered before the device has ended what was started before it."""
+    chunk = Chunk().cuda()
+    shard_chunk(chunk, ParallelGroups.create(ParallelConfig()), ParallelConfig(), bf16=False)
+    x = torch.ones(4, 64, device="cuda")
+    chunk(x)  # connects the ranks
+    gathered, asleep = torch.cuda.Event(), torch.cuda.Event()
+    stream = chunk._get_fsdp_state()._comm_ctx.all_gather_stream
+    chunk.layers["0"].register_forward_pre_hook(lambda *_: gathered.record(stream))
+    torch.cuda.synchronize()
+    weights = weights_event()
+    torch.cuda._sleep(10**9)  # half a second
+    asleep.record()
+    gather_ahead(chunk, weights if ahead else None)
+    chunk(x)
+    gathered.synchronize()
+    return not asleep.query()
+
+
 def main(file: str) -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
@@ -56,6 +91,8 @@ def main(file: str) -> None:
             torch.cuda.synchronize()
             if dist.get_rank() == 0:
                 print(name, "bf16" if bf16 else "fp32", results[name, bf16].losses, flush=True)
+    if dist.get_world_size() > 1:
+        results["gathers while busy"] = [gathers_while_busy(ahead) for ahead in (False, True)]
     if dist.get_rank() == 0:
         torch.save(results, file)
     dist.destroy_process_group()

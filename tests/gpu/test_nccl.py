@@ -37,6 +37,7 @@ def test_layouts_equal_one_gpu(ranks, one_gpu, tmp_path):
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     results = outcome(ranks, tmp_path)
+    assert results["gathers while busy"] == [False, True]
     for name in LAYOUTS[ranks]:
         for bf16, tolerance in ((False, 1e-4), (True, 1e-2)):
             expected, actual = one_gpu["one", bf16], results[name, bf16]
