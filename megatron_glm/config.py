@@ -141,6 +141,9 @@ class OptimizerConfig(Section):
     adam_beta1: float = option(0.9, "decay of the first moment")
     adam_beta2: float = option(0.999, "decay of the second moment")
     adam_eps: float = option(1e-8, "term added to the denominator of Adam's update")
+    adam_moments_dtype: Literal["fp32", "bf16"] = option(
+        "fp32", "what both moments are kept in; bf16 saves 4 bytes a parameter and needs --adam-beta2 0.99 or less"
+    )
     clip_grad: float = option(1.0, "largest norm of the whole gradient; 0 = no clipping")
     moe_router_bias_update_rate: float = option(0.0, "step of the router's correction bias; 0 = frozen")
 
@@ -151,6 +154,11 @@ class OptimizerConfig(Section):
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{flag_name(name)} is {getattr(self, name)}; it must be in [0, 1)")
+        if self.adam_moments_dtype == "bf16" and self.adam_beta2 > 0.99:
+            raise ValueError(
+                f"--adam-beta2 is {self.adam_beta2} with --adam-moments-dtype bf16, whose rounding hides what a step "
+                "changes in the second moment: give 0.99 or less (0.95, say), or fp32 moments"
+            )
         if self.min_lr > self.lr:
             raise ValueError(f"--min-lr ({self.min_lr}) is above --lr ({self.lr})")
         end, end_flag = self.lr_decay_iters, "--lr-decay-iters"

@@ -26,9 +26,8 @@ from megatron_glm.parallel.fsdp import rectangle
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.shard import Rectangle
 from megatron_glm.training.logging import log
-from megatron_glm.training.optimizer import trained_parameters
+from megatron_glm.training.optimizer import MOMENTS, trained_parameters
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 FINGERPRINT_PACKS = 16  # packs that tell one set of data from another
 
 

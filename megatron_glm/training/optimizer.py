@@ -17,9 +17,14 @@ from megatron_glm.parallel.fsdp import local
 from megatron_glm.parallel.masters import held_copy
 from megatron_glm.parallel.shard import ShardInfo
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW with a factor for the gradients; on CUDA one pass does it all, copies of the masters included."""
+    """torch's AdamW with a factor for the gradients, and moments that may be bf16: a step computes in fp32 and rounds.
+
+    On CUDA one pass does it all, copies of the masters included.
+    """
 
     @torch.no_grad()
     def step(self, scale: float = 1.0) -> None:
@@ -35,9 +40,17 @@ class AdamW(torch.optim.AdamW):
         else:
             if scale != 1.0:
                 torch._foreach_mul_([local(parameter.grad) for parameter in parameters], scale)
-            super().step()
+            self._step_on_cpu([self.state[parameter] for parameter in parameters])
         # the change is unknown to autograd; who holds a copy that does not follow asks for its master's version
         increment_version(parameters)
+
+    def _step_on_cpu(self, states: list[dict[str, Any]]) -> None:
+        dtype = states[0]["exp_avg"].dtype
+        for state in states:
+            state.update({moment: state[moment].float() for moment in MOMENTS})
+        super().step()
+        for state in states:
+            state.update({moment: state[moment].to(dtype) for moment in MOMENTS})
 
     def _step_on_cuda(self, group: dict[str, Any], parameters: list[nn.Parameter], scale: float) -> None:
         from megatron_glm.ops.triton.adamw import adamw
@@ -46,7 +59,7 @@ class AdamW(torch.optim.AdamW):
         if states:
             torch._foreach_add_([state["step"] for state in states], 1)
         for parameter, state in zip(parameters, states, strict=True):
-            tensors = (local(x) for x in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]))
+            tensors = (local(x) for x in (parameter, parameter.grad, *(state[moment] for moment in MOMENTS)))
             rate, decay, betas, eps = (group[name] for name in ("lr", "weight_decay", "betas", "eps"))
             adamw(*tensors, held_copy(parameter), state["step"], rate, decay, betas, eps, scale)
 
@@ -70,13 +83,11 @@ def build_optimizer(chunks: Iterable[nn.Module], config: OptimizerConfig) -> Ada
         eps=config.adam_eps,
         fused=True,
     )
+    dtype = torch.bfloat16 if config.adam_moments_dtype == "bf16" else torch.float32
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-            }
+            moments = {name: torch.zeros_like(parameter, dtype=dtype, requires_grad=False) for name in MOMENTS}
+            optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
     return optimizer
 
 

@@ -219,19 +219,24 @@ def _alternatives(plan: Plan) -> Iterator[tuple[str, Plan]]:
     config, world, node = plan.config, plan.world_size, plan.gpus_per_node
     parallel, peak = config.parallel, plan.peak()
     cp, ep, pp = (parallel.context_parallel_size, parallel.expert_model_parallel_size, plan.grid.pp)
+    narrow = {"adam_moments_dtype": "bf16", "adam_beta2": min(config.optimizer.adam_beta2, 0.95)}
     changes = [
-        ("--recompute-granularity full", {"recompute_granularity": "full"}, world),
-        ("--grad-sync every (more traffic)", {"grad_sync": "every"}, world),
-        ("--reshard-after-forward true", {"reshard_after_forward": True}, world),
-        ("--reshard-experts-after-forward true", {"reshard_experts_after_forward": True}, world),
-        (f"--context-parallel-size {2 * cp}", {"context_parallel_size": 2 * cp}, world),
-        (f"--expert-model-parallel-size {2 * ep}", {"expert_model_parallel_size": 2 * ep}, world),
-        (f"--pipeline-model-parallel-size {2 * pp}", {"pipeline_model_parallel_size": 2 * pp}, world),
-        (f"twice the ranks ({2 * world})", {}, 2 * world),
+        ("--recompute-granularity full", {"recompute_granularity": "full"}, {}, world),
+        ("--grad-sync every (more traffic)", {"grad_sync": "every"}, {}, world),
+        ("--reshard-after-forward true", {"reshard_after_forward": True}, {}, world),
+        ("--reshard-experts-after-forward true", {"reshard_experts_after_forward": True}, {}, world),
+        (f"--context-parallel-size {2 * cp}", {"context_parallel_size": 2 * cp}, {}, world),
+        (f"--expert-model-parallel-size {2 * ep}", {"expert_model_parallel_size": 2 * ep}, {}, world),
+        (f"--pipeline-model-parallel-size {2 * pp}", {"pipeline_model_parallel_size": 2 * pp}, {}, world),
+        (f"--adam-moments-dtype bf16 (and --adam-beta2 {narrow['adam_beta2']})", {}, narrow, world),
+        (f"twice the ranks ({2 * world})", {}, {}, 2 * world),
     ]
-    for text, change, ranks in changes:
+    for text, layout, moments, ranks in changes:
         try:
-            other = Plan.create(replace(config, parallel=replace(parallel, **change)), ranks, node)
+            changed = replace(
+                config, parallel=replace(parallel, **layout), optimizer=replace(config.optimizer, **moments)
+            )
+            other = Plan.create(changed, ranks, node)
         except ValueError:
             continue  # a layout that cannot be is no advice
         if other.peak() < peak:

@@ -173,7 +173,7 @@ class Plan:
         return [unit for stage in self.layout.of_rank(pp_rank) for unit in self.units(stage)]
 
     def held(self, rank: int) -> Held:
-        """What global rank `rank` holds of parameters (fp32 masters), gradients and AdamW's two moments (fp32)."""
+        """What global rank `rank` holds of parameters (fp32 masters), gradients and AdamW's two moments."""
         grid = self.grid
         place = {n: next(g.index(rank) for g in grid.groups(n) if rank in g) for n in ("pp", "dp_cp", "edp")}
         trained = frozen = 0
@@ -181,7 +181,8 @@ class Plan:
             index, size = (place["edp"], grid.edp) if unit.expert else (place["dp_cp"], grid.dp * grid.cp)
             more, still = unit.shard(index, size)
             trained, frozen = trained + more, frozen + still
-        return Held(FP32 * (trained + frozen), FP32 * trained, 2 * FP32 * trained)
+        moment = 2 if self.config.optimizer.adam_moments_dtype == "bf16" else FP32
+        return Held(FP32 * (trained + frozen), FP32 * trained, 2 * moment * trained)
 
     def memory(self, pp_rank: int) -> dict[str, int]:
         """Bytes by kind at the peak of the fullest rank of a pipeline rank: the sum of each kind's own peak.

@@ -135,3 +135,24 @@ def test_the_optimizer_steps_as_torchs_and_renews_the_copies():
     fresh.load_state_dict(module.state_dict())
     with torch.no_grad():
         assert torch.equal(module(tokens), fresh.bfloat16()(tokens)), "the next forward sees what the step has written"
+
+
+def test_bf16_moments_are_those_of_the_cpu():
+    config = OptimizerConfig(lr=1e-2, weight_decay=0.1, adam_beta2=0.95, adam_moments_dtype="bf16")
+    modules = {device: torch.nn.Linear(700, 333, bias=False).to(device) for device in ("cpu", "cuda")}
+    modules["cuda"].load_state_dict(modules["cpu"].state_dict())
+    optimizers = {}
+    for device, module in modules.items():
+        module.shards = {"weight": replicated((333, 700), single_groups().tp)}
+        optimizers[device] = build_optimizer([module], config)
+    for _ in range(3):
+        gradient = torch.randn(333, 700)
+        for device, module in modules.items():
+            module.weight.grad = gradient.to(device)
+            optimizers[device].step(0.3)
+        weights = [module.weight for module in modules.values()]
+        torch.testing.assert_close(weights[1].cpu(), weights[0], rtol=1e-5, atol=1e-5)
+        for name in ("exp_avg", "exp_avg_sq"):
+            cpu, cuda = (optimizers[device].state[modules[device].weight][name] for device in ("cpu", "cuda"))
+            assert cpu.dtype == cuda.dtype == torch.bfloat16
+            torch.testing.assert_close(cuda.cpu(), cpu, rtol=2**-7, atol=0)  # a rounding to the other side

@@ -49,7 +49,9 @@ LAYOUTS = {
 
 
 def configs() -> dict[str, RunConfig]:
-    return {name: run_config(parity_model(4), parallel, 4, seed=1) for name, parallel in LAYOUTS.items()}
+    cases = {name: run_config(parity_model(4), parallel, 4, seed=1) for name, parallel in LAYOUTS.items()}
+    narrow = replace(cases["tp4"].optimizer, adam_moments_dtype="bf16", adam_beta2=0.95)
+    return cases | {"tp4": replace(cases["tp4"], optimizer=narrow)}
 
 
 def really_held(cases: dict[str, RunConfig]) -> dict[str, tuple[int, int, int]]:

@@ -90,6 +90,37 @@ def test_frozen_weights_do_not_move_and_a_step_equals_torchs(groups):
             assert not torch.equal(parameter, start.get_parameter(name))
 
 
+def test_bf16_moments_are_the_rounded_ones_of_a_step_in_fp32(groups):
+    net = sharded(Net(), groups)
+    config = OptimizerConfig(lr=0.1, weight_decay=0.5, adam_beta1=0.9, adam_beta2=0.95, adam_moments_dtype="bf16")
+    optimizer = build_optimizer([net], config)
+    weight = net.dense.weight
+    mean = square = torch.zeros(6, 6)
+    value = local(weight).detach().clone()
+    for step in range(1, 4):
+        optimizer.zero_grad()
+        net(torch.randn(5, 6)).backward()
+        gradient = local(weight.grad) * 0.5
+        optimizer.step(0.5)
+        mean = 0.9 * mean.float() + 0.1 * gradient
+        square = 0.95 * square.float() + 0.05 * gradient**2
+        denominator = (square / (1 - 0.95**step)).sqrt() + config.adam_eps
+        value = value * (1 - 0.1 * 0.5) - 0.1 * mean / (1 - 0.9**step) / denominator
+        mean, square = mean.bfloat16(), square.bfloat16()
+        state = {name: local(optimizer.state[weight][name]) for name in ("exp_avg", "exp_avg_sq")}
+        assert {moment.dtype for moment in state.values()} == {torch.bfloat16}
+        for moment, expected in ((state["exp_avg"], mean), (state["exp_avg_sq"], square)):
+            torch.testing.assert_close(moment, expected, rtol=2**-7, atol=0)
+        torch.testing.assert_close(local(weight).detach(), value, rtol=1e-4, atol=1e-4)
+        mean, square = (moment.clone() for moment in state.values())
+
+
+def test_bf16_moments_need_a_second_moment_that_moves():
+    with pytest.raises(ValueError, match=r"--adam-beta2 is 0.999 with --adam-moments-dtype bf16"):
+        OptimizerConfig(adam_moments_dtype="bf16").check(1)
+    OptimizerConfig(adam_moments_dtype="bf16", adam_beta2=0.99).check(1)
+
+
 def test_norm_and_clipping_equal_torchs(groups):
     net, plain = sharded(Net(), groups), Net()
     x = torch.randn(5, 6)

@@ -21,9 +21,11 @@ def run(tmp_path, monkeypatch):
     return finetune
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(run):
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(run, moments):
     """Weights, moments, router bias, log and validation, across the end of an epoch (11 packs, 2 a step)."""
     common = {"train_iters": 6, "lr_warmup_iters": 2, "valid_data_path": "valid.jsonl", "eval_interval": 3}
+    common |= {"adam_moments_dtype": moments, "adam_beta2": 0.95}
     run(**common, save="whole", save_interval=3, log_file="whole.jsonl")
     shutil.copytree("whole/iter_0000003", "broken/iter_0000003")
     Path("broken/latest_checkpointed_iteration.txt").write_text("3")
@@ -32,6 +34,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(run):
     run(preset=None, **common, load="broken", save="broken", log_file="broken.jsonl")
 
     assert_same(tensors("whole", 6), tensors("broken", 6))
+    kinds = {str(t.dtype) for name, t in tensors("whole", 6).items() if name.startswith("optimizer.")}
+    assert kinds == {{"fp32": "torch.float32", "bf16": "torch.bfloat16"}[moments]}
     assert records("whole.jsonl") == records("broken.jsonl")
     assert sharded.read_state(Path("whole"), 6) == sharded.read_state(Path("broken"), 6)
     log = records("whole.jsonl")

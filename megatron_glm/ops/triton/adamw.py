@@ -22,14 +22,14 @@ def _adamw(
     i = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = i < size
     g = tl.load(grad + i, mask=inside) * scale
-    m = tl.load(mean + i, mask=inside)
-    v = tl.load(square + i, mask=inside)
+    m = tl.load(mean + i, mask=inside).to(tl.float32)
+    v = tl.load(square + i, mask=inside).to(tl.float32)
     p = tl.load(parameter + i, mask=inside) * (1.0 - lr * decay)
     m += (g - m) * (1.0 - beta1)
     v = v * beta2 + g * g * (1.0 - beta2)
     p -= lr / correction1 * m / (tl.sqrt(v) / correction2 + eps)
-    tl.store(mean + i, m, mask=inside)
-    tl.store(square + i, v, mask=inside)
+    tl.store(mean + i, m.to(mean.dtype.element_ty), mask=inside)
+    tl.store(square + i, v.to(square.dtype.element_ty), mask=inside)
     tl.store(parameter + i, p, mask=inside)
     if copies:
         tl.store(copy + i, p.to(copy.dtype.element_ty), mask=inside)
@@ -41,7 +41,7 @@ def adamw(
 ) -> None:  # fmt: skip
     """Step number `step` (fp32 scalar on the device, counted from 1) of torch.optim.AdamW on grad * scale, in place.
 
-    parameter, mean, square: fp32 of one shape; grad, copy (or None): of that shape in any type.
+    parameter: fp32; mean, square, grad, copy (or None): of that shape in any type, computed with in fp32.
     """
     for tensor in (parameter, mean, square, *([] if copy is None else [copy])):
         if not tensor.is_contiguous():
