@@ -30,8 +30,17 @@ class Total(NamedTuple):
         setattr(self.owner, self.name, total)
 
     def add(self, gradient: Tensor) -> None:
+        """Into the sum that is there, which may be narrow itself, or as the first, which is taken as it is in fp32."""
         total = self.get()
-        self.set(gradient.float() if total is None else total.add_(gradient))
+        if total is None and gradient.dtype == torch.float32:
+            total = gradient
+        elif gradient.is_cuda:
+            from megatron_glm.parallel import kernels  # needs Triton, which a CPU-only torch has not
+
+            total = kernels.add_widened(total, gradient)
+        else:
+            total = gradient.float() if total is None else total.add_(gradient)
+        self.set(total)
 
 
 class WholeWeights:
@@ -60,8 +69,9 @@ class WholeWeights:
         for i, (module, name) in enumerate(self.places):
             if self.narrow:
                 self.masters[i].grad_dtype = None  # a gradient may have any
-            module._parameters[name] = _StandIn.apply(self.masters[i], self._copy(i), self.narrow)
-            module._parameters[name].total = Total(self.masters[i], self.masters[i], "grad")
+            total = Total(self.masters[i], self.masters[i], "grad")
+            module._parameters[name] = _StandIn.apply(self.masters[i], self._copy(i), total, self.narrow)
+            module._parameters[name].total = total
 
     def _leave(self) -> None:
         for (module, name), master in zip(self.places, self.masters, strict=True):
@@ -135,24 +145,19 @@ def add_product(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
 
 
 class _StandIn(torch.autograd.Function):
-    """A copy in the place of its master, which gets the gradient in its own dtype."""
+    """A copy in the place of its master, whose sum gets the gradient."""
 
     @staticmethod
-    def forward(ctx, master: Tensor, copy: Tensor, narrow: bool) -> Tensor:
-        ctx.master, ctx.narrow = master, narrow
+    def forward(ctx, master: Tensor, copy: Tensor, total: Total, narrow: bool) -> Tensor:
+        ctx.total, ctx.narrow = total, narrow
         return copy.view_as(copy)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        master = ctx.master
-        if not grad.is_cuda:
-            return grad.to(master.dtype), None, None
-        if ctx.narrow and master.grad is None:
-            return grad, None, None
-        from megatron_glm.parallel import kernels  # needs Triton, which a CPU-only torch has not
-
-        master.grad = kernels.add_widened(master.grad, grad)
-        return None, None, None
+        if ctx.narrow and grad.is_cuda and ctx.total.get() is None:
+            return grad, None, None, None
+        ctx.total.add(grad)
+        return None, None, None, None
 
 
 class _Linear(torch.autograd.Function):

@@ -88,7 +88,11 @@ def test_checker_catches_broken_schedules():
         row = ranks[0]
         row.insert(row.index(Action("F", 1, 3)), row.pop(row.index(Action("B", 1, 3))))
 
+    def send_out_of_order(ranks):
+        ranks[0][:2] = reversed(ranks[0][:2])
+
     for change, words in (
+        (send_out_of_order, r"rank 1 needs F\(0, 0\), and its neighbour sends F\(0, 1\) first"),
         (drop, r"rank 1: B\(0, 2\) occurs 0 times"),
         (repeat, "rank 0: .* times"),
         (backward_first, "cannot go on: rank 0 at .*, rank 1 at B"),

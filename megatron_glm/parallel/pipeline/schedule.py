@@ -109,11 +109,10 @@ class Step(NamedTuple):
 def check_schedule(schedule: Schedule) -> list[Step]:
     """Every action exactly once and after its cause, with no rank waiting for ever: all of it in one valid order.
 
-    That is the whole condition for messages without tags too: sends do not block, and the receiver posts in the
-    order of the sender (`arrivals`).
+    Messages have no tags, so a rank must also need those of a neighbour in the order in which they are sent.
 
     Raises:
-        ValueError: an action is missing or twice, or the ranks wait for each other.
+        ValueError: an action is missing or twice, the ranks wait for each other, or messages are needed out of order.
     """
     wanted = [
         Action(kind, chunk, micro_batch)
@@ -144,6 +143,13 @@ def check_schedule(schedule: Schedule) -> list[Step]:
         if len(steps) == before:
             stuck = [f"rank {r} at {a[done[r]]}" for r, a in enumerate(schedule.actions) if done[r] < len(a)]
             raise ValueError(f"the schedule cannot go on: {', '.join(stuck)}")
+    for rank, actions in enumerate(schedule.actions if schedule.pp > 1 else ()):
+        for kind in "FB":
+            messages = list(schedule.arrivals(rank, kind))
+            places = {action: place for place, action in enumerate(actions)}
+            for action, message in zip(sorted(messages, key=places.__getitem__), messages, strict=True):
+                if action != message:
+                    raise ValueError(f"rank {rank} needs {action}, and its neighbour sends {message} first")
     return steps
 
 
