@@ -148,11 +148,12 @@ def test_bf16_moments_are_those_of_the_cpu():
     for _ in range(3):
         gradient = torch.randn(333, 700)
         for device, module in modules.items():
-            module.weight.grad = gradient.to(device)
+            module.weight.grad = gradient.to(device, copy=True)  # the step scales it in place
             optimizers[device].step(0.3)
         weights = [module.weight for module in modules.values()]
-        torch.testing.assert_close(weights[1].cpu(), weights[0], rtol=1e-5, atol=1e-5)
+        # A moment whose rounding falls to the other side moves a weight by less than 2 % of a step.
+        torch.testing.assert_close(weights[1].cpu(), weights[0], rtol=1e-5, atol=2e-4)
         for name in ("exp_avg", "exp_avg_sq"):
             cpu, cuda = (optimizers[device].state[modules[device].weight][name] for device in ("cpu", "cuda"))
             assert cpu.dtype == cuda.dtype == torch.bfloat16
-            torch.testing.assert_close(cuda.cpu(), cpu, rtol=2**-7, atol=0)  # a rounding to the other side
+            torch.testing.assert_close(cuda.cpu(), cpu, rtol=2**-7, atol=3e-4)
