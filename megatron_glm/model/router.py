@@ -56,7 +56,7 @@ class Router(nn.Module):
 
 @torch.no_grad()
 def update_router_biases(routers: Iterable[Router], rate: float) -> list[Tensor]:
-    """After an optimizer step: bias += rate * sign(mean count - count), then start counting anew.
+    """At the end of a step: bias += rate * sign(mean count - count), then start counting anew.
 
     Returns:
         the int64 counts [E] of each router, summed over all ranks that routed different tokens.

@@ -35,27 +35,24 @@ def module_of(name: str, model: ModelConfig) -> str:
 
 
 @torch.no_grad()
-def statistics(
+def observe(
     chunks: Sequence[GLMChunk],
-    squares: dict[str, float],
+    names: Sequence[str],
+    squares: Tensor,
     router_counts: Sequence[Tensor],
     groups: ParallelGroups,
-) -> dict[str, Any]:
-    """Collective over all ranks.
+) -> Tensor:
+    """This rank's share of a step's statistics, on the host: [2 * modules + 3 * MoE layers] fp64.
 
     Args:
-        squares: this rank's share of each gradient's squared norm, as `gradient_squares` gives them.
+        names, squares: trained parameters and this rank's share of the squared norm of each one's gradient, [n] fp64,
+            as `gradient_squares` gives them.
         router_counts: tokens of the step by expert [E] of each router of this rank, summed over the stage.
-    Returns:
-        grad_norms: by module, those without a trained parameter left out;
-        router_load: tokens of the busiest expert over the mean, by layer;
-        expert_bias_min, expert_bias_max: of the routers' correction bias, by layer;
-        peak_memory_bytes: of the rank that needed most.
     """
     model = chunks[0].config
-    moe_layers = [layer for layer in range(model.num_hidden_layers) if model.is_moe(layer)]
+    moe_layers = _moe_layers(model)
     norms = torch.zeros(2, len(MODULES), dtype=torch.float64)  # squares, and how many tensors were trained
-    for name, square in squares.items():
+    for name, square in zip(names, squares.tolist(), strict=True):
         module = MODULES.index(module_of(name, model))
         norms[0, module] += square
         norms[1, module] += 1
@@ -66,11 +63,23 @@ def statistics(
         counts = torch.stack(list(router_counts))
         load = counts.amax(1) * counts.shape[1] / counts.sum(1).clamp(min=1)
         routed[mine] = torch.stack([load, biases.amin(1), biases.amax(1)], dim=1).double().cpu()
-    total = torch.cat([norms.flatten(), routed.flatten()])
+    return torch.cat([norms.flatten(), routed.flatten()])
+
+
+def statistics(observed: Tensor, model: ModelConfig, groups: ParallelGroups) -> dict[str, Any]:
+    """Collective over all ranks, on the host: what each of them has observed, as the whole model's.
+
+    Returns:
+        grad_norms: by module, those without a trained parameter left out;
+        router_load: tokens of the busiest expert over the mean, by layer;
+        expert_bias_min, expert_bias_max: of the routers' correction bias, by layer;
+        peak_memory_bytes: of the rank that needed most.
+    """
+    moe_layers, total = _moe_layers(model), observed.clone()
     dist.all_reduce(total, group=groups.gloo_world)
     memory = torch.tensor(peak_memory_bytes())
     dist.all_reduce(memory, op=dist.ReduceOp.MAX, group=groups.gloo_world)
-    norms, routed = total[: norms.numel()].view_as(norms), total[norms.numel() :].view_as(routed)
+    norms, routed = total[: 2 * len(MODULES)].view(2, -1), total[2 * len(MODULES) :].view(-1, 3)
     by_layer = {
         key: {f"layer_{layer:02d}": value for layer, value in zip(moe_layers, column, strict=True)}
         for key, column in zip(("router_load", "expert_bias_min", "expert_bias_max"), routed.T.tolist(), strict=True)
@@ -78,6 +87,10 @@ def statistics(
     trained = norms[1] > 0
     by_module = {m: norm for m, norm, t in zip(MODULES, norms[0].sqrt().tolist(), trained, strict=True) if t}
     return {"grad_norms": by_module, **by_layer, "peak_memory_bytes": memory.item()}
+
+
+def _moe_layers(model: ModelConfig) -> list[int]:
+    return [layer for layer in range(model.num_hidden_layers) if model.is_moe(layer)]
 
 
 def peak_memory_bytes() -> int:

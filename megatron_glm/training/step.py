@@ -31,7 +31,7 @@ from megatron_glm.parallel.pipeline.runner import Runner
 from megatron_glm.parallel.pipeline.schedule import build_schedule
 from megatron_glm.training.initialize import current_device, pipeline_layout
 from megatron_glm.training.optimizer import AdamW, clipping, gradient_norm, gradient_squares, trained_parameters
-from megatron_glm.training.statistics import statistics
+from megatron_glm.training.statistics import observe, statistics
 
 
 class Requests(NamedTuple):
@@ -103,14 +103,14 @@ def train_step(
         for router in routers:
             router.counts.zero_()
         return StepResult(mean_loss, grad_norm, counts, fault)
+    router_counts = update_router_biases(routers, config.optimizer.moe_router_bias_update_rate)
+    # Before the optimizer, for which the host then need not wait: it goes on to the next step.
+    observed = observe(chunks, names, squares, router_counts, groups) if with_statistics else None
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step(clipping(grad_norm, config.optimizer.clip_grad))
     optimizer.zero_grad()
-    router_counts = update_router_biases(routers, config.optimizer.moe_router_bias_update_rate)
-    more = {}
-    if with_statistics:
-        more = statistics(chunks, dict(zip(names, squares.tolist(), strict=True)), router_counts, groups)
+    more = {} if observed is None else statistics(observed, config.model, groups)
     return StepResult(mean_loss, grad_norm, counts, statistics=more)
 
 
