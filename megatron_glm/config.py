@@ -124,6 +124,9 @@ class KernelConfig(Section):
     loss_chunk_size: int = option(4096, "tokens whose logits exist at a time in the loss")
 
 
+LARGEST_BF16_BETA = 0.98  # a moment at rest then ends within 10 % of where it should: half a step of bf16 / (1 - beta)
+
+
 @dataclass(frozen=True)
 class OptimizerConfig(Section):
     lr: float = option(1e-5, "peak learning rate")
@@ -142,7 +145,7 @@ class OptimizerConfig(Section):
     adam_beta2: float = option(0.999, "decay of the second moment")
     adam_eps: float = option(1e-8, "term added to the denominator of Adam's update")
     adam_moments_dtype: Literal["fp32", "bf16"] = option(
-        "fp32", "what both moments are kept in; bf16 saves 4 bytes a parameter and needs --adam-beta2 0.99 or less"
+        "fp32", "what both moments are kept in; bf16 saves 4 bytes a parameter, its rounding needs betas <= 0.98"
     )
     clip_grad: float = option(1.0, "largest norm of the whole gradient; 0 = no clipping")
     moe_router_bias_update_rate: float = option(0.0, "step of the router's correction bias; 0 = frozen")
@@ -154,11 +157,11 @@ class OptimizerConfig(Section):
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{flag_name(name)} is {getattr(self, name)}; it must be in [0, 1)")
-        if self.adam_moments_dtype == "bf16" and self.adam_beta2 > 0.99:
-            raise ValueError(
-                f"--adam-beta2 is {self.adam_beta2} with --adam-moments-dtype bf16, whose rounding hides what a step "
-                "changes in the second moment: give 0.99 or less (0.95, say), or fp32 moments"
-            )
+            if self.adam_moments_dtype == "bf16" and getattr(self, name) > LARGEST_BF16_BETA:
+                raise ValueError(
+                    f"{flag_name(name)} is {getattr(self, name)} with --adam-moments-dtype bf16, whose rounding hides "
+                    f"what a step then changes in the moment: give {LARGEST_BF16_BETA} or less, or fp32 moments"
+                )
         if self.min_lr > self.lr:
             raise ValueError(f"--min-lr ({self.min_lr}) is above --lr ({self.lr})")
         end, end_flag = self.lr_decay_iters, "--lr-decay-iters"

@@ -25,7 +25,7 @@ from megatron_glm.config import PretrainDataConfig, RunConfig
 from megatron_glm.data.packing import build_batch
 from megatron_glm.model import router
 from megatron_glm.model.glm import GLMChunk
-from megatron_glm.parallel.fsdp import local, reduce_partial_gradients, set_gradient_sync
+from megatron_glm.parallel.fsdp import local, reduce_partial_gradients
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.training.initialize import build_chunks, current_device, initialize
 from megatron_glm.training.optimizer import build_optimizer
@@ -130,8 +130,6 @@ class Bench:
         self.counts = count(packs, self.groups, config)
 
     def forward_backward(self) -> None:
-        for chunk in self.chunks:
-            set_gradient_sync(chunk, self.config.parallel.grad_sync == "every")
         run_micro_batches(self.chunks, self.batches, self.groups, self.config, self.counts.loss_tokens)
         reduce_partial_gradients(self.chunks)
 

@@ -74,15 +74,19 @@ def holds_whole(dp_cp: int, edp: int) -> tuple[bool, bool]:
     return edp == 1, dp_cp == edp == 1
 
 
-def set_gradient_sync(chunk: nn.Module, sync: bool) -> None:
+def set_gradient_sync(chunk: nn.Module, sync: bool, last: bool) -> None:
     """Reduce gradients over the data ranks in the next backward of this chunk, or keep accumulating.
 
     Until they are reduced, weights that stay gathered after a forward do so after the backward, too.
+
+    Args:
+        last: no backward of the step follows, so FSDP2 ends what is on its way: reductions, and weights that it has
+            begun to gather for nothing.
     """
     if not isinstance(chunk, FSDPModule):
         return
     chunk.set_requires_gradient_sync(sync)
-    chunk.set_is_last_backward(sync)
+    chunk.set_is_last_backward(last)
     for module in chunk.modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -92,19 +96,19 @@ def set_gradient_sync(chunk: nn.Module, sync: bool) -> None:
             module.set_requires_gradient_sync(True)
 
 
-def gather_ahead(chunk: nn.Module, weights: torch.Event | None) -> None:
+def gather_ahead(chunk: nn.Module, changed: torch.Event | None) -> None:
     """Let the next forward of this chunk gather its first weights while the actions before it still compute.
 
     FSDP2 by itself gathers them behind all that was started before: behind the backward of another virtual stage, say.
 
     Args:
-        weights: recorded when they were last changed (`weights_event`).
+        changed: recorded behind the last change of the weights (`record_change`).
     """
-    if weights is not None and isinstance(chunk, FSDPModule):
-        chunk.set_post_optim_event(weights)
+    if changed is not None and isinstance(chunk, FSDPModule):
+        chunk.set_post_optim_event(changed)
 
 
-def weights_event() -> torch.Event | None:
+def record_change() -> torch.Event | None:
     """An event behind what has been started: before a step, the optimizer's last change. None without a GPU."""
     return torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
 

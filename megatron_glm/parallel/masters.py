@@ -33,13 +33,13 @@ class Total(NamedTuple):
         """Into the sum that is there, which may be narrow itself, or as the first, which is taken as it is in fp32."""
         total = self.get()
         if total is None and gradient.dtype == torch.float32:
-            total = gradient
+            total = gradient.contiguous()
         elif gradient.is_cuda:
             from megatron_glm.parallel import kernels  # needs Triton, which a CPU-only torch has not
 
             total = kernels.add_widened(total, gradient)
         else:
-            total = gradient.float() if total is None else total.add_(gradient)
+            total = gradient.float().contiguous() if total is None else total.add_(gradient)
         self.set(total)
 
 

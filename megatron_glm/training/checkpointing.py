@@ -164,7 +164,7 @@ class HostCopy:
     buffer: torch.Tensor | None = None
 
     def take(self, rectangles: Sequence[Rectangle]) -> list[Rectangle]:
-        """The owned ones of `rectangles`, which are the same tensors each time, with their data as it is now."""
+        """The owned ones of `rectangles`, of the same shapes and types each time, with their data as it is now."""
         owned = [r for r in rectangles if r.owner]
         ends = [0]
         for r in owned:

@@ -9,9 +9,10 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron_glm.arguments import DataSection, add_plan_flags, build_parser, resolve
-from megatron_glm.config import DataConfig, PretrainDataConfig, RunConfig, flag_name
+from megatron_glm.config import LARGEST_BF16_BETA, DataConfig, PretrainDataConfig, RunConfig, flag_name
 from megatron_glm.data.blend import parse_blend
 from megatron_glm.data.pretraining import parse_split
 from megatron_glm.flops import training_flops
@@ -219,7 +220,9 @@ def _alternatives(plan: Plan) -> Iterator[tuple[str, Plan]]:
     config, world, node = plan.config, plan.world_size, plan.gpus_per_node
     parallel, peak = config.parallel, plan.peak()
     cp, ep, pp = (parallel.context_parallel_size, parallel.expert_model_parallel_size, plan.grid.pp)
-    narrow = {"adam_moments_dtype": "bf16", "adam_beta2": min(config.optimizer.adam_beta2, 0.95)}
+    narrow: dict[str, Any] = {"adam_moments_dtype": "bf16"}
+    if config.optimizer.adam_beta2 > LARGEST_BF16_BETA:
+        narrow["adam_beta2"] = 0.95
     changes = [
         ("--recompute-granularity full", {"recompute_granularity": "full"}, {}, world),
         ("--grad-sync every (more traffic)", {"grad_sync": "every"}, {}, world),
@@ -228,7 +231,7 @@ def _alternatives(plan: Plan) -> Iterator[tuple[str, Plan]]:
         (f"--context-parallel-size {2 * cp}", {"context_parallel_size": 2 * cp}, {}, world),
         (f"--expert-model-parallel-size {2 * ep}", {"expert_model_parallel_size": 2 * ep}, {}, world),
         (f"--pipeline-model-parallel-size {2 * pp}", {"pipeline_model_parallel_size": 2 * pp}, {}, world),
-        (f"--adam-moments-dtype bf16 (and --adam-beta2 {narrow['adam_beta2']})", {}, narrow, world),
+        (" ".join(f"{flag_name(name)} {value}" for name, value in narrow.items()), {}, narrow, world),
         (f"twice the ranks ({2 * world})", {}, {}, 2 * world),
     ]
     for text, layout, moments, ranks in changes:

@@ -250,7 +250,8 @@ class Plan:
 
         Copies of whole weights are of one layer at a time where they are recomputed; autograd keeps them otherwise.
         """
-        parallel, b, kept, largest = self.config.parallel, self.shapes.b, 0, 0
+        parallel, b = self.config.parallel, self.shapes.b
+        kept = largest = arriving = 0  # arriving: FSDP2 receives a unit's weights in a buffer, and copies them
         keep = {True: not parallel.reshard_experts_after_forward, False: not parallel.reshard_after_forward}
         for stage in self.layout.of_rank(pp_rank):
             passing = 0
@@ -261,6 +262,7 @@ class Plan:
                     continue
                 if keep[expert]:
                     kept += sum(vocabulary)
+                    arriving = max([arriving, *vocabulary, *layers] if not whole else [arriving])
                 else:
                     passing += max(vocabulary, default=0)
                 if keep[expert] or (whole and parallel.recompute_granularity == "none"):
@@ -268,7 +270,7 @@ class Plan:
                 else:
                     passing += (1 if whole else 2) * max(layers, default=0)
             largest = max(largest, passing)
-        return b * (kept + largest)
+        return b * (kept + largest + arriving)
 
     def _kept_of_layers(self, stage: Stage) -> int:
         """Bytes of activations of one micro-batch that a virtual stage's layers keep until its backward."""

@@ -21,9 +21,9 @@ from megatron_glm.ops.upload import upload
 from megatron_glm.parallel.fsdp import (
     gather_ahead,
     local,
+    record_change,
     reduce_partial_gradients,
     set_gradient_sync,
-    weights_event,
 )
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.pipeline.p2p import Boundary, GroupTransport
@@ -87,8 +87,6 @@ def train_step(
         FloatingPointError: if the loss or the gradient is not finite, with --on-nan stop.
     """
     counts = counts or count(batches, groups, config)
-    for chunk in chunks:
-        set_gradient_sync(chunk, config.parallel.grad_sync == "every")
     losses = run_micro_batches(chunks, batches, groups, config, divisor=max(counts.loss_tokens, 1))
     reduce_partial_gradients(chunks)
     names, squares = gradient_squares(chunks)  # before the host waits for the loss
@@ -140,7 +138,7 @@ def run_micro_batches(
         topk=min(config.model.index_topk, total),
         topk_stages=tuple(stage.needs_topk(config.model) for stage in layout.stages),
     )
-    weights = weights_event()
+    changed = record_change()
     inputs: dict[int, MicroBatch] = {}  # of the micro-batches that are between this rank's first and last chunk
 
     def forward(chunk: int, i: int, hidden: Tensor | None, topk: Tensor | None) -> ChunkOutput:
@@ -149,12 +147,14 @@ def run_micro_batches(
         tokens, labels, plan = inputs[i]
         if chunk == len(chunks) - 1:
             del inputs[i]
-        gather_ahead(chunks[chunk], weights)
+        gather_ahead(chunks[chunk], changed)
         return chunks[chunk](tokens if hidden is None else hidden, plan, topk, labels, 1 / divisor)
 
+    for chunk in chunks if training else ():
+        set_gradient_sync(chunk, sync=config.parallel.grad_sync == "every", last=False)
     runner = Runner(schedule, groups.pp.rank(), GroupTransport(groups), boundary)
     selects = [has_sparse_rows(config.model, batch.doc_lengths, config.dense_rows) for batch in batches]
-    return runner.run(forward, lambda chunk: set_gradient_sync(chunks[chunk], True), selects)
+    return runner.run(forward, lambda chunk: set_gradient_sync(chunks[chunk], sync=True, last=True), selects)
 
 
 class MicroBatch(NamedTuple):

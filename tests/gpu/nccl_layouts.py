@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_glm.config import ParallelConfig
-from megatron_glm.parallel.fsdp import gather_ahead, shard_chunk, weights_event
+from megatron_glm.parallel.fsdp import gather_ahead, record_change, shard_chunk
 from megatron_glm.parallel.groups import ParallelGroups
 from tests.parity.layouts import parity_model, run_config, train
 
@@ -68,10 +68,10 @@ def gathers_while_busy(ahead: bool) -> bool:
     stream = chunk._get_fsdp_state()._comm_ctx.all_gather_stream
     chunk.layers["0"].register_forward_pre_hook(lambda *_: gathered.record(stream))
     torch.cuda.synchronize()
-    weights = weights_event()
+    changed = record_change()
     torch.cuda._sleep(10**9)  # half a second
     asleep.record()
-    gather_ahead(chunk, weights if ahead else None)
+    gather_ahead(chunk, changed if ahead else None)
     chunk(x)
     gathered.synchronize()
     return not asleep.query()

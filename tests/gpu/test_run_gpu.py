@@ -1,14 +1,19 @@
-"""The tiny model learns on a GPU as on a CPU: 200 steps of pretrain_glm.py on made-up data, fp32, torch's reference."""
+"""pretrain_glm.py on a GPU: the tiny model learns as on a CPU, and a preempted run ends as one that never was."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from megatron_glm.config import ModelConfig
+from tests.finetune import assert_same, records, tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = (
@@ -30,3 +35,40 @@ def test_two_hundred_steps_agree_with_the_cpu(tmp_path: Path):
     on_gpu, on_cpu = losses(tmp_path / "gpu.jsonl"), losses(tmp_path / "cpu.jsonl", CUDA_VISIBLE_DEVICES="")
     assert len(on_gpu) == len(on_cpu) == 200 and on_cpu[-1] < on_cpu[0] - 1
     assert on_gpu == pytest.approx(on_cpu, abs=1e-2)
+
+
+# What the kernels of tilelang serve, and little else.
+SERVED = dict(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=192, v_head_dim=256, index_topk=64)
+SERVED |= dict(index_n_heads=32, index_head_dim=128, num_attention_heads=8, num_hidden_layers=4)
+EXACT = (
+    "--hf-config model --bf16 --deterministic --mock-data --seq-length 512 --global-batch-size 2 --train-iters 60 "
+    "--lr 1e-3 --adam-beta2 0.95 --adam-moments-dtype bf16 --async-save --save-interval 7"
+).split()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("backend", ["tilelang", "torch"])
+def test_a_preempted_run_ends_as_one_that_never_was(tmp_path: Path, backend: str):
+    """Bit for bit with --deterministic: SIGTERM, the save that it makes, saves in the background before it."""
+    (tmp_path / "model").mkdir()
+    shape = ModelConfig.from_hf("glm5.2-tiny", **SERVED).to_hf()
+    (tmp_path / "model/config.json").write_text(json.dumps(shape))
+    command = [sys.executable, str(ROOT / "pretrain_glm.py"), *EXACT, "--attention-backend", backend]
+
+    def start(name: str, *more: str) -> subprocess.Popen:
+        files = ["--save", name, "--log-file", f"{name}.jsonl", *more]
+        return subprocess.Popen([*command, *files], cwd=tmp_path, stdout=subprocess.DEVNULL)
+
+    assert start("whole").wait() == 0
+    process = start("broken")
+    while process.poll() is None and len(seen(tmp_path / "broken.jsonl")) < 10:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 75 and 10 <= len(seen(tmp_path / "broken.jsonl")) < 60
+    assert start("broken", "--load", "broken").wait() == 0
+    assert records(tmp_path / "whole.jsonl") == records(tmp_path / "broken.jsonl")
+    assert_same(tensors(tmp_path / "whole", 60), tensors(tmp_path / "broken", 60))
+
+
+def seen(log: Path) -> list[str]:
+    return log.read_text().splitlines() if log.exists() else []

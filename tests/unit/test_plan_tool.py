@@ -96,6 +96,40 @@ def test_weights_gradients_and_moments_are_exact():
         assert [(h.parameters, h.gradients, h.moments) for h in planned] == [rank[name] for rank in ranks], name
 
 
+def really_gathered(cases: dict[str, RunConfig]) -> dict[str, float]:
+    """Bytes of weights that this rank receives from others in a training step of each case."""
+    from unittest.mock import patch
+
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+
+    from tests.parity.layouts import train
+
+    found, gather = {}, DefaultAllGather.__call__
+
+    def count(self, output_tensor, input_tensor, group, async_op=False):
+        found[name] += output_tensor.nbytes * (group.size() - 1) / group.size()
+        return gather(self, output_tensor, input_tensor, group, async_op)
+
+    for name, config in cases.items():
+        found[name] = 0.0
+        with patch.object(DefaultAllGather, "__call__", count):
+            train(config, steps=1)
+    return found
+
+
+def test_weights_are_gathered_as_often_as_planned():
+    """None for nothing: FSDP2 begins with weights that it takes to be needed next."""
+    cases = {
+        sync: run_config(parity_model(4), layout(pp=2, grad_sync=sync), packs=8, seed=1) for sync in ("last", "every")
+    }
+    ranks = distributed.run(4, really_gathered, cases)
+    for name, config in cases.items():
+        plan = Plan.create(config, 4, 4)
+        for rank, found in enumerate(ranks):
+            traffic = plan._rank_traffic(rank // 2)
+            assert found[name] == sum(traffic[axis, "gathered weights"] for axis in ("dp_cp", "edp")), (name, rank)
+
+
 def recipe(nodes: int, **changes) -> Plan:
     parallel = layout(cp=8, pp=4, ep=64, num_layers_per_virtual_pipeline_stage=2, recompute_granularity="full")
     config = RunConfig(model=ModelConfig.from_hf("glm5.2"), parallel=replace(parallel, **changes))

@@ -115,10 +115,12 @@ def test_bf16_moments_are_the_rounded_ones_of_a_step_in_fp32(groups):
         mean, square = (moment.clone() for moment in state.values())
 
 
-def test_bf16_moments_need_a_second_moment_that_moves():
+def test_bf16_moments_need_betas_that_move_them():
     with pytest.raises(ValueError, match=r"--adam-beta2 is 0.999 with --adam-moments-dtype bf16"):
         OptimizerConfig(adam_moments_dtype="bf16").check(1)
-    OptimizerConfig(adam_moments_dtype="bf16", adam_beta2=0.99).check(1)
+    with pytest.raises(ValueError, match=r"--adam-beta1 is 0.99 with --adam-moments-dtype bf16"):
+        OptimizerConfig(adam_moments_dtype="bf16", adam_beta1=0.99, adam_beta2=0.98).check(1)
+    OptimizerConfig(adam_moments_dtype="bf16", adam_beta2=0.98).check(1)
 
 
 def test_norm_and_clipping_equal_torchs(groups):

@@ -144,9 +144,9 @@ def check_schedule(schedule: Schedule) -> list[Step]:
             stuck = [f"rank {r} at {a[done[r]]}" for r, a in enumerate(schedule.actions) if done[r] < len(a)]
             raise ValueError(f"the schedule cannot go on: {', '.join(stuck)}")
     for rank, actions in enumerate(schedule.actions if schedule.pp > 1 else ()):
+        places = {action: place for place, action in enumerate(actions)}
         for kind in "FB":
             messages = list(schedule.arrivals(rank, kind))
-            places = {action: place for place, action in enumerate(actions)}
             for action, message in zip(sorted(messages, key=places.__getitem__), messages, strict=True):
                 if action != message:
                     raise ValueError(f"rank {rank} needs {action}, and its neighbour sends {message} first")
