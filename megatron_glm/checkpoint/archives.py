@@ -48,16 +48,39 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
     return raw.view(tensor.dtype).view(tensor.shape)
 
 
+class _Part(io.RawIOBase):
+    """`length` bytes of a stream from `start` on, as a file; zipfile holds the offsets in an archive to its size."""
+
+    def __init__(self, stream: BinaryIO | mmap.mmap, start: int, length: int) -> None:
+        super().__init__()
+        self.stream, self.start, self.length, self.position = stream, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.position = max(0, offset + (0, self.position, self.length)[whence])
+        return self.position
+
+    def readinto(self, buffer) -> int:
+        self.stream.seek(self.start + self.position)
+        data = self.stream.read(min(len(buffer), max(0, self.length - self.position)))
+        buffer[: len(data)] = data
+        self.position += len(data)
+        return len(data)
+
+
 def find(stream: BinaryIO | mmap.mmap, start: int, length: int) -> Archive:
     """The archive of one tensor at these bytes of `stream`, from its directory at its end; reads none of the data.
 
     Raises: zipfile.BadZipFile, ValueError or NotImplementedError (another version of zip) if there is none.
     """
-    tail = min(length, 4096)
-    stream.seek(start + length - tail)
-    with zipfile.ZipFile(io.BytesIO(stream.read(tail))) as directory:
+    with zipfile.ZipFile(_Part(stream, start, length)) as directory:
         [record] = [entry for entry in directory.infolist() if "/data/" in entry.filename]
-    header = start + length - tail + record.header_offset  # which counts from where `tail` begins
+    header = start + record.header_offset
     stream.seek(header)
     fixed = stream.read(30)  # the lengths of the name and of the extra field that follow it are its end
     name, extra = int.from_bytes(fixed[26:28], "little"), int.from_bytes(fixed[28:30], "little")
