@@ -91,7 +91,10 @@ def sparse_mla_backward_torch(
         grad_q[rows] = (grad_scores @ keys).to(q.dtype)
         grad_keys = grad_scores.transpose(1, 2) @ queries
         grad_keys[..., :v_dim] += probability.transpose(1, 2) @ grad_out
-        grad_kv.index_add_(0, index.flatten(), grad_keys.flatten(0, 1))
+        if kv.is_cuda:  # sorts: the same bits in every run
+            grad_kv.index_put_((index.flatten(),), grad_keys.flatten(0, 1), accumulate=True)
+        else:
+            grad_kv.index_add_(0, index.flatten(), grad_keys.flatten(0, 1))
     return grad_q, grad_kv.to(kv.dtype)
 
 
