@@ -242,6 +242,11 @@ make_tiny() {
 
 launch() {
   local problems=() python=${PYTHON:-python}
+  if given --help "$@" || given -h "$@"; then
+    sed -n '2,/^# shellcheck/{/^# shellcheck/!s/^# \{0,1\}//p}' "$0"
+    echo "Flags: those of $program, which \`python $program --help\` lists; the recipe's come first, yours win."
+    exit
+  fi
   say "$recipe_name, SCALE=$SCALE:" "${settings[@]}"
   collect "$@"
   if [ -z "${SLURM_PROCID:-}" ]; then python=$(bash "$root/examples/setup.sh"); fi

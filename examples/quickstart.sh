@@ -3,6 +3,10 @@
 # convert back, and check the result against transformers.
 #   bash examples/quickstart.sh [FOLDER]      default: quickstart_output; QUICKSTART_ITERS sets the length
 set -euo pipefail
+case ${1:-} in
+  -h | --help) sed -n '2,5s/^# \{0,1\}//p' "$0" && exit ;;
+  -*) echo "error: $1 is no folder: bash examples/quickstart.sh [FOLDER]" >&2 && exit 2 ;;
+esac
 mkdir -p "${1:-quickstart_output}"
 out=$(cd "${1:-quickstart_output}" && pwd)
 cd "$(dirname "$0")/.."
@@ -26,7 +30,8 @@ step "convert it to a sharded checkpoint"
 
 step "fine-tune it for $iterations iterations"
 train=(finetune_glm.py --data-path "$out/train.jsonl" --valid-data-path "$out/valid.jsonl" --seq-length 256
-  --micro-batch-size 2 --global-batch-size 4 --lr 4e-3 --lr-warmup-iters 4 --save "$out/trained" --log-interval 10)
+  --micro-batch-size 2 --global-batch-size 4 --lr 4e-3 --lr-warmup-iters 4 --moe-router-bias-update-rate 0.01
+  --save "$out/trained" --log-interval 10)
 "$python" "${train[@]}" --load "$out/base" --train-iters "$iterations" --log-file "$out/train.log.jsonl" \
   | chosen train.log " (iteration|validation)|loaded|$out"
 
@@ -48,11 +53,14 @@ step "done"
 "$python" - "$out/train.log.jsonl" <<'SUMMARY'
 import json, sys
 log = [json.loads(line) for line in open(sys.argv[1])]
-speed = sorted(record["tokens_per_second_per_gpu"] for record in log)[len(log) // 2]
+middle = sorted(log, key=lambda record: record["tokens_per_second_per_gpu"])[len(log) // 2]
+memory = max(record.get("peak_memory_bytes", 0) for record in log)
 last = [record["lm_loss"] for record in log[-10:]]
 print(f"training loss    {log[0]['lm_loss']:.3f} -> {sum(last) / len(last):.3f} (mean of the last {len(last)} iterations)")
 print(f"validation loss  {log[-1]['valid_lm_loss']:.3f}")
-print(f"speed            {speed:.0f} tokens/s (median)")
+speed, rate = middle["tokens_per_second_per_gpu"], middle["tflops_per_gpu"]
+print(f"speed            {speed:.0f} tokens/s, {rate:.4f} TFLOP/s (median)")
+print(f"memory           {memory / 2**30:.2f} GiB at the peak")
 SUMMARY
 cat <<END
 checkpoint       $out/trained

@@ -20,6 +20,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from measure import matmul_rate  # noqa: E402
 
+from megatron_glm.arguments import Parser  # noqa: E402
 from megatron_glm.ops import backends  # noqa: E402
 
 
@@ -67,9 +68,7 @@ def run_step(words: list[str]) -> int:
 
     from megatron_glm.training.initialize import one_line_errors
 
-    parser = step_case.parser_of(__doc__)
-    parser.prog += " step"
-    flags = parser.parse_args(words)
+    flags = step_case.parser_of().parse_args(words)
     with one_line_errors():
         with contextlib.redirect_stdout(sys.stderr):  # what the run itself says
             result = step_case.measure_step(step_case.configured(flags), flags)
@@ -79,7 +78,7 @@ def run_step(words: list[str]) -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     kernels = commands.add_parser("kernels", help="every op of the attention and the experts on one GPU")
     kernels.add_argument("--op", nargs="+", choices=list(kernel_cases.CASES), help="only these (default: all)")

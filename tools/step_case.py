@@ -1,7 +1,9 @@
-"""The case of `benchmark.py step`: one training step of a whole stage at full width, with random data and weights.
+"""One training step of a whole stage, with random weights and documents; also under torchrun. Prints one JSON line.
 
 Takes the flags of pretrain_glm.py, so that any layout, backend and recompute mode is measured as it is trained. What is
-not given is the reference case: GLM-5.2's width, 1 dense and 3 MoE layers, 32 experts, no MTP layer.
+not given is the reference case: --hf-config glm5.2 --num-layers 4 --dense-layers 1 --num-experts 32 --mtp-num-layers 0,
+--bf16 on a GPU, and the smallest global batch, a micro-batch for each pipeline stage of each data rank. --profile adds
+the milliseconds of each kind of kernel.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from measure import documents_of, matmul_rate
 from torch import Tensor
 
 from megatron_glm.arguments import Parser, build_parser, resolve
-from megatron_glm.config import PretrainDataConfig, RunConfig
+from megatron_glm.config import PretrainDataConfig, RunConfig, flag_name
 from megatron_glm.data.packing import build_batch
 from megatron_glm.model import router
 from megatron_glm.model.glm import GLMChunk
@@ -33,6 +35,7 @@ from megatron_glm.training.planning import Plan
 from megatron_glm.training.step import count, run_micro_batches, train_step
 
 REFERENCE = {"hf_config": "glm5.2", "num_hidden_layers": 4, "n_routed_experts": 32, "num_nextn_predict_layers": 0}
+READ_AND_WRITTEN = {"load", "load_hf", "save", "data_path", "train_data_path", "valid_data_path", "test_data_path"}
 FORMULA = (
     "3 x forward of the trained parts + forward of the index scores, multiply-add = 2, attention in its non-absorbed "
     "form on min(position + 1, index_topk) keys, recomputation not counted (megatron_glm/flops.py)"
@@ -49,9 +52,10 @@ KINDS = {
 }
 
 
-def parser_of(description: str | None) -> Parser:
-    """The flags of a pre-training run, and the benchmark's own. --profile means a table of kernels here."""
-    parser = build_parser(description, PretrainDataConfig)
+def parser_of() -> Parser:
+    """The flags of a pre-training run, and the benchmark's own."""
+    parser = build_parser(__doc__, PretrainDataConfig)
+    parser.prog, parser.usage = f"{parser.prog} step", "%(prog)s [flags of pretrain_glm.py] [benchmark's own, below]"
     group = parser.add_argument_group("benchmark")
     group.add_argument(
         "--documents", choices=["one", "short"], help="one that fills the pack (default), or 200 to 2,000"
@@ -72,6 +76,8 @@ def configured(flags: argparse.Namespace) -> RunConfig:
     bf16 = torch.cuda.is_available() or getattr(flags, "attention_backend", "torch") != "torch"
     given = REFERENCE | {"mock_data": True, "train_iters": 1, "bf16": bf16} | vars(flags)
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    for name in sorted(READ_AND_WRITTEN & vars(flags).keys()):
+        raise ValueError(f"{flag_name(name)} has no use here: the benchmark's weights and documents are random")
     if given.get("rounds", 1) < 1:
         raise ValueError(f"--rounds is {given['rounds']}; it must be at least 1")
     config = resolve(argparse.Namespace(**given), PretrainDataConfig)

@@ -102,6 +102,7 @@ class Saver:
             "consumed_samples": progress.consumed_samples,
             "run_id": progress.run_id,
             "optimizer_steps": optimizer_steps(self.optimizer),
+            "adam_moments_dtype": self.config.optimizer.adam_moments_dtype,
             **self.data_order,
         }
         rectangles = model_rectangles(self.chunks) + optimizer_rectangles(self.chunks, self.optimizer)
@@ -228,6 +229,9 @@ def load_checkpoint(
         progress = resumed
         if not config.checkpoint.no_load_optim:
             what = "weights and optimizer"
+            was, now = state.get("adam_moments_dtype", "fp32"), config.optimizer.adam_moments_dtype
+            if was != now:
+                what += f", whose moments were {was} and are {now} from here on"
             rectangles += optimizer_rectangles(chunks, optimizer)
             for moments in optimizer.state.values():
                 moments["step"].fill_(state["optimizer_steps"])

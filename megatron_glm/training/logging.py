@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from megatron_glm.config import LoggingConfig, RunConfig
+from megatron_glm.training.statistics import peak_memory_bytes
 
 if TYPE_CHECKING:
     from megatron_glm.training.sinks import Sink
@@ -39,6 +40,7 @@ class IterationLog:
     def __init__(self, logging: LoggingConfig, train_iters: int, sinks: Sequence[Sink]) -> None:
         self.logging, self.train_iters, self.sinks = logging, train_iters, sinks
         self.window: list[tuple[float, int, int]] = []  # seconds, tokens and flops since the last line
+        self.losses: list[float] = []  # of the steps since then that were not skipped
 
     def __enter__(self) -> IterationLog:
         return self
@@ -74,9 +76,12 @@ class IterationLog:
         self.window.append((seconds, tokens, flops))
         if "skipped" in record:
             log(f" iteration {record['iteration']} is skipped: {record['skipped']}")
-        elif self.has_line(record["iteration"]):
+            return
+        self.losses.append(record["lm_loss"])
+        if self.has_line(record["iteration"]):
             self._print(record)
             self.window.clear()
+            self.losses.clear()
 
     def _print(self, record: dict[str, Any]) -> None:
         seconds, tokens, flops = (sum(values) for values in zip(*self.window, strict=True))
@@ -89,6 +94,7 @@ class IterationLog:
             f" TFLOP/s/GPU: {flops / rank_seconds / 1e12:.3f} |"
             f" learning rate: {record['learning_rate']:.6E} |"
             f" global batch size: {record['global_batch_size']:5d} |"
-            f" lm loss: {record['lm_loss']:.6E} |"
+            f" lm loss: {sum(self.losses) / len(self.losses):.6E} |"
             f" grad norm: {record['grad_norm']:.3f} |"
+            f" peak memory (GiB): {peak_memory_bytes() / 2**30:.2f} |"
         )

@@ -169,7 +169,7 @@ def _pipeline_lines(plan: Plan) -> Iterator[str]:
     yield simulation.timeline(100)
     yield (
         f"  longest pole: pp rank {longest} with {work[longest] / (sum(work) / len(work)):.3f} of the mean work; "
-        f"peak live micro-batches {' '.join(map(str, simulation.peak_live))}"
+        f"peak live micro-batches, summed over virtual stages: {' '.join(map(str, simulation.peak_live))}"
     )
 
 
@@ -210,37 +210,68 @@ def _verdict_lines(plan: Plan, gpu_memory: float) -> Iterator[str]:
         yield f"verdict: fits ({sizes})"
         return
     yield f"verdict: does not fit ({sizes}); what changes it:"
-    for text, other in _alternatives(plan):
+    others = list(_alternatives(plan))
+    if all(other.peak() > gpu_memory for _, other in others):
+        others += _together(plan, gpu_memory)
+    for text, other in others:
         reached = other.peak()
         yield f"  {text}: {reached / GIB:.1f} GiB{', fits' if reached <= gpu_memory else ''}"
 
 
-def _alternatives(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """Plans with one change each that need less memory."""
-    config, world, node = plan.config, plan.world_size, plan.gpus_per_node
-    parallel, peak = config.parallel, plan.peak()
-    cp, ep, pp = (parallel.context_parallel_size, parallel.expert_model_parallel_size, plan.grid.pp)
-    narrow: dict[str, Any] = {"adam_moments_dtype": "bf16"}
+def _savings(config: RunConfig) -> list[dict[str, Any]]:
+    """Settings that need less memory on the same ranks in the same layout, in the order of their price."""
+    moments: dict[str, Any] = {"adam_moments_dtype": "bf16"}
     if config.optimizer.adam_beta2 > LARGEST_BF16_BETA:
-        narrow["adam_beta2"] = 0.95
-    changes = [
-        ("--recompute-granularity full", {"recompute_granularity": "full"}, {}, world),
-        ("--grad-sync every (more traffic)", {"grad_sync": "every"}, {}, world),
-        ("--reshard-after-forward true", {"reshard_after_forward": True}, {}, world),
-        ("--reshard-experts-after-forward true", {"reshard_experts_after_forward": True}, {}, world),
-        (f"--context-parallel-size {2 * cp}", {"context_parallel_size": 2 * cp}, {}, world),
-        (f"--expert-model-parallel-size {2 * ep}", {"expert_model_parallel_size": 2 * ep}, {}, world),
-        (f"--pipeline-model-parallel-size {2 * pp}", {"pipeline_model_parallel_size": 2 * pp}, {}, world),
-        (" ".join(f"{flag_name(name)} {value}" for name, value in narrow.items()), {}, narrow, world),
-        (f"twice the ranks ({2 * world})", {}, {}, 2 * world),
+        moments["adam_beta2"] = 0.95
+    return [
+        {"recompute_granularity": "selective"},
+        {"recompute_granularity": "full"},
+        {"reshard_after_forward": True},
+        {"reshard_experts_after_forward": True},
+        {"grad_sync": "every"},
+        {"micro_batch_size": max(1, config.train.micro_batch_size // 2)},
+        moments,
     ]
-    for text, layout, moments, ranks in changes:
-        try:
-            changed = replace(
-                config, parallel=replace(parallel, **layout), optimizer=replace(config.optimizer, **moments)
-            )
-            other = Plan.create(changed, ranks, node)
-        except ValueError:
-            continue  # a layout that cannot be is no advice
-        if other.peak() < peak:
-            yield text, other
+
+
+def _alternatives(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """Plans with one change each that need less memory, and what the change is."""
+    parallel, world = plan.config.parallel, plan.world_size
+    sizes = ("context_parallel_size", "expert_model_parallel_size", "pipeline_model_parallel_size")
+    for change in [*_savings(plan.config), *({size: 2 * getattr(parallel, size)} for size in sizes)]:
+        if (other := _less(plan, change)) is not None:
+            yield _flags(change), other
+    twice = {"global_batch_size": 2 * plan.config.train.global_batch_size}
+    for change in ({}, twice):
+        if (other := _less(plan, change, 2 * world)) is not None:
+            yield " ".join(filter(None, (f"twice the ranks ({2 * world})", _flags(change)))), other
+            return
+
+
+def _together(plan: Plan, gpu_memory: float) -> Iterator[tuple[str, Plan]]:
+    """The plan with one saving after the other until it fits, or with all of them; nothing where that is one."""
+    changes: list[dict[str, Any]] = []
+    for change in _savings(plan.config):
+        if plan.peak() > gpu_memory and (other := _less(plan, change)) is not None:
+            plan, changes = other, [*changes, change]
+    if len(changes) > 1:
+        last = {field: value for change in changes for field, value in change.items()}  # full, not selective before it
+        yield f"together {_flags(last)}", plan
+
+
+def _less(plan: Plan, change: dict[str, Any], ranks: int | None = None) -> Plan | None:
+    """The plan with these fields of the configuration, on as many ranks, if it can be and needs less memory."""
+    config = plan.config
+    for name in ("parallel", "optimizer", "train"):
+        section = getattr(config, name)
+        here = {field: value for field, value in change.items() if hasattr(section, field)}
+        config = replace(config, **{name: replace(section, **here)})
+    try:
+        other = Plan.create(config, ranks or plan.world_size, plan.gpus_per_node)
+    except ValueError:
+        return None  # a layout that cannot be is no advice
+    return other if other.peak() < plan.peak() else None
+
+
+def _flags(change: dict[str, Any]) -> str:
+    return " ".join(f"{flag_name(name)} {str(value).lower()}" for name, value in change.items())

@@ -94,3 +94,13 @@ def test_balanced_routing_chooses_each_expert_equally_often(monkeypatch: pytest.
     ids = router.select_experts(torch.randn(12, 8), 2, 1, 1)
     assert ids.shape == (12, 2) and ids.flatten().bincount().tolist() == [3] * 8
     assert all(len(set(row)) == 2 for row in ids.tolist())
+
+
+def test_the_step_has_its_own_weights_and_documents():
+    from step_case import configured, parser_of
+
+    for flag in ("--load", "--load-hf", "--save", "--data-path"):
+        with pytest.raises(ValueError, match=f"{flag} has no use here"):
+            configured(parser_of().parse_args([flag, "somewhere"]))
+    model = configured(parser_of().parse_args([])).model
+    assert (model.num_hidden_layers, model.n_routed_experts, model.mlp_layer_types[0]) == (4, 32, "dense")

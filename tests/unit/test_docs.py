@@ -99,7 +99,7 @@ def known_flags(script: str, flags: list[str]) -> None:
             patch.syspath_prepend(str(ROOT / "tools"))
             patch.setattr(sys, "argv", [script, *flags])
             if flags[:1] == ["step"]:
-                runpy.run_path(str(ROOT / "tools" / "step_case.py"))["parser_of"](None).parse_args(flags[1:])
+                runpy.run_path(str(ROOT / "tools" / "step_case.py"))["parser_of"]().parse_args(flags[1:])
             else:
                 runpy.run_path(str(ROOT / script))["parse_arguments"]()
     else:

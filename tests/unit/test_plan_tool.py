@@ -280,6 +280,20 @@ def test_a_plan_that_does_not_fit_says_what_to_change(capsys):
     assert "verdict: fits" in capsys.readouterr().out
 
 
+def test_what_no_single_change_mends_is_mended_by_several(capsys):
+    """The reported number is what a plan with the reported flags says."""
+    flags = ["--hf-config", "glm5.2", "--seq-length", "4096", "--bf16", "--nnodes", "16", "--gpu-memory-gb", "100"]
+    flags += ["--pipeline-model-parallel-size", "4", "--expert-model-parallel-size", "32", "--micro-batch-size", "2"]
+    flags += ["--num-layers-per-virtual-pipeline-stage", "2", "--global-batch-size", "256"]
+    print_plan([*flags, "--recompute-granularity", "selective"])
+    *single, together = capsys.readouterr().out.partition("what changes it:\n")[2].splitlines()
+    assert single and not [line for line in single if line.endswith(", fits")]
+    words, _, reached = together.strip().removeprefix("together ").removesuffix(", fits").partition(": ")
+    assert "--recompute-granularity full" in words and "--grad-sync every" in words and together.endswith(", fits")
+    print_plan([*flags, *words.split()])
+    assert f"verdict: fits ({reached} at the peak" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "flags, words",
     [

@@ -80,3 +80,11 @@ def test_a_folder_of_the_user_is_left_alone(tmp_path):
     assert done.returncode == 2
     assert "holds something else" in done.stderr
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("script", ["quickstart", "glm5.2_32k_cp8", "pretrain_glm5.2"])
+def test_help_says_what_a_script_does_and_starts_nothing(script, tmp_path):
+    command = ["bash", str(ROOT / "examples" / f"{script}.sh"), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0 and done.stderr == "" and not list(tmp_path.iterdir())
+    assert f"bash examples/{script}.sh" in done.stdout and "#" not in done.stdout

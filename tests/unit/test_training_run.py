@@ -47,6 +47,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(run, moments):
     assert log[5]["lm_loss"] < log[0]["lm_loss"]
 
 
+def test_moments_may_change_their_type_and_a_line_says_so(run, capsys):
+    run(train_iters=1, save="narrow", adam_moments_dtype="bf16", adam_beta2=0.95)
+    run(preset=None, load="narrow", train_iters=2, save="wide")
+    assert "(weights and optimizer, whose moments were bf16 and are fp32 from here on)" in capsys.readouterr().out
+    moments = [t for name, t in tensors("wide", 2).items() if name.startswith("optimizer.")]
+    assert {t.dtype for t in moments} == {torch.float32}
+
+
 def test_validation_changes_nothing(run):
     """Even where it leaves the gathered weights in place."""
     run(train_iters=3, save="a", log_file="a.jsonl")
@@ -81,7 +89,7 @@ def test_eval_only_prints_one_line_and_trains_nothing(run, capsys):
 
 
 def test_the_log_line_is_megatrons(run, capsys):
-    run(train_iters=2, log_interval=2)
+    run(train_iters=2, log_interval=2, log_file="log.jsonl")
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" iteration")]
     assert len(lines) == 1
     parts = [part.split(":")[0].strip() for part in lines[0].split("|")[:-1]]
@@ -94,7 +102,10 @@ def test_the_log_line_is_megatrons(run, capsys):
         "global batch size",
         "lm loss",
         "grad norm",
+        "peak memory (GiB)",
     ]
+    losses = [json.loads(line)["lm_loss"] for line in Path("log.jsonl").read_text().splitlines()]
+    assert len(losses) == 2 and f" lm loss: {sum(losses) / 2:.6E} |" in lines[0], "the mean since the last line"
 
 
 def test_a_converted_checkpoint_is_iteration_zero(run):
