@@ -224,7 +224,7 @@ def _auto_sizes(
 
 
 def _descend(
-    sizes: tuple[int, ...], steps: list[Step], layers: list[Cost], head: Cost, budget: int
+    sizes: tuple[int, ...], steps: tuple[Step, ...], layers: list[Cost], head: Cost, budget: int
 ) -> tuple[float, tuple[int, ...]]:
     """First-improvement descent from `sizes` until no move helps or `budget` actions are simulated."""
 

@@ -10,6 +10,7 @@ import argparse
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 
@@ -58,6 +59,7 @@ class Schedule:
                 yield effect[1]
 
 
+@lru_cache(maxsize=8)  # each step asks again
 def build_schedule(
     pp: int, chunks: int, micro_batches: int, group_size: int | None = None, forward_only: bool = False
 ) -> Schedule:
@@ -106,7 +108,8 @@ class Step(NamedTuple):
     cost: int  # 2 * stage (forward) or 2 * stage + 1 (backward)
 
 
-def check_schedule(schedule: Schedule) -> list[Step]:
+@lru_cache(maxsize=8)  # each step asks again
+def check_schedule(schedule: Schedule) -> tuple[Step, ...]:
     """Every action exactly once and after its cause, with no rank waiting for ever: all of it in one valid order.
 
     Messages have no tags, so a rank must also need those of a neighbour in the order in which they are sent.
@@ -150,7 +153,7 @@ def check_schedule(schedule: Schedule) -> list[Step]:
             for action, message in zip(sorted(messages, key=places.__getitem__), messages, strict=True):
                 if action != message:
                     raise ValueError(f"rank {rank} needs {action}, and its neighbour sends {message} first")
-    return steps
+    return tuple(steps)
 
 
 def end_times(steps: Sequence[Step], costs: Sequence[float]) -> list[float]:
