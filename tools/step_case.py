@@ -36,6 +36,7 @@ from megatron_glm.training.step import count, run_micro_batches, train_step
 
 REFERENCE = {"hf_config": "glm5.2", "num_hidden_layers": 4, "n_routed_experts": 32, "num_nextn_predict_layers": 0}
 READ_AND_WRITTEN = {"load", "load_hf", "save", "data_path", "train_data_path", "valid_data_path", "test_data_path"}
+READ_AND_WRITTEN |= {"log_file", "tensorboard_dir", "wandb_project", "eval_only"}
 FORMULA = (
     "3 x forward of the trained parts + forward of the index scores, multiply-add = 2, attention in its non-absorbed "
     "form on min(position + 1, index_topk) keys, recomputation not counted (megatron_glm/flops.py)"

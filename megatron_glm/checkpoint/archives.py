@@ -15,6 +15,7 @@ from typing import BinaryIO, NamedTuple
 
 import torch
 
+HEADER = 30  # bytes of a file's header in an archive before its name
 ALIGNMENT = 64  # bytes; torch aligns the data within an archive, here each archive is aligned in its file
 
 
@@ -76,15 +77,22 @@ class _Part(io.RawIOBase):
 def find(stream: BinaryIO | mmap.mmap, start: int, length: int) -> Archive:
     """The archive of one tensor at these bytes of `stream`, from its directory at its end; reads none of the data.
 
-    Raises: zipfile.BadZipFile, ValueError or NotImplementedError (another version of zip) if there is none.
+    Raises: zipfile.BadZipFile, ValueError, OverflowError, NotImplementedError (another version) if there is none.
     """
     with zipfile.ZipFile(_Part(stream, start, length)) as directory:
         [record] = [entry for entry in directory.infolist() if "/data/" in entry.filename]
     header = start + record.header_offset
+    if record.header_offset + HEADER > length:
+        raise ValueError(f"its directory has a header at byte {header}, it ends at byte {start + length}")
     stream.seek(header)
-    fixed = stream.read(30)  # the lengths of the name and of the extra field that follow it are its end
-    name, extra = int.from_bytes(fixed[26:28], "little"), int.from_bytes(fixed[28:30], "little")
-    begin = header + len(fixed) + name + extra
+    fixed = stream.read(HEADER)  # the lengths of the name and of the extra field that follow it are its end
+    name, extra = stream.read(int.from_bytes(fixed[26:28], "little")), int.from_bytes(fixed[28:30], "little")
+    padding = stream.read(extra)  # torch's only extra field aligns the data; its length is its second word
+    if not fixed.startswith(b"PK\3\4") or name != record.orig_filename.encode():
+        raise ValueError(f"no header of {record.orig_filename} is at byte {header}")
+    if padding and len(padding) != 4 + int.from_bytes(padding[2:4], "little"):
+        raise ValueError(f"its header has an extra field of {len(padding)} bytes, which says otherwise")
+    begin = header + HEADER + len(name) + extra
     if begin + record.file_size > start + length:
         raise ValueError(f"its data end at byte {begin + record.file_size}, its archive at byte {start + length}")
     return Archive(begin, record.file_size, record.CRC)

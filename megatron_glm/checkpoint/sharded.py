@@ -327,7 +327,7 @@ class Reader:
             raise ValueError(f"{file} is truncated: {index.fqn} ends at byte {end}, the file at byte {len(content)}")
         try:
             archive = archives.find(content, place.offset, place.length)
-        except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+        except (zipfile.BadZipFile, ValueError, NotImplementedError, OverflowError) as error:
             raise ValueError(f"{file}: cannot read {index.fqn}: {error}") from error
         if (archive.nbytes, archive.checksum) != (
             math.prod(sizes) * dtype.itemsize,

@@ -41,11 +41,14 @@ class IterationLog:
         self.logging, self.train_iters, self.sinks = logging, train_iters, sinks
         self.window: list[tuple[float, int, int]] = []  # seconds, tokens and flops since the last line
         self.losses: list[float] = []  # of the steps since then that were not skipped
+        self.last: dict[str, Any] = {}  # the record of the last of these
 
     def __enter__(self) -> IterationLog:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        if self.losses:  # of the steps since the last line, which were to have one
+            self._print(self.last)
         for sink in self.sinks:
             sink.close()
 
@@ -78,6 +81,7 @@ class IterationLog:
             log(f" iteration {record['iteration']} is skipped: {record['skipped']}")
             return
         self.losses.append(record["lm_loss"])
+        self.last = record
         if self.has_line(record["iteration"]):
             self._print(record)
             self.window.clear()

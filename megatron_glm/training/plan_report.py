@@ -210,10 +210,7 @@ def _verdict_lines(plan: Plan, gpu_memory: float) -> Iterator[str]:
         yield f"verdict: fits ({sizes})"
         return
     yield f"verdict: does not fit ({sizes}); what changes it:"
-    others = list(_alternatives(plan))
-    if all(other.peak() > gpu_memory for _, other in others):
-        others += _together(plan, gpu_memory)
-    for text, other in others:
+    for text, other in (*_alternatives(plan), *_together(plan, gpu_memory)):
         reached = other.peak()
         yield f"  {text}: {reached / GIB:.1f} GiB{', fits' if reached <= gpu_memory else ''}"
 
@@ -249,14 +246,21 @@ def _alternatives(plan: Plan) -> Iterator[tuple[str, Plan]]:
 
 
 def _together(plan: Plan, gpu_memory: float) -> Iterator[tuple[str, Plan]]:
-    """The plan with one saving after the other until it fits, or with all of them; nothing where that is one."""
-    changes: list[dict[str, Any]] = []
+    """The plan with the cheapest savings with which it fits, or with all of them; nothing where that is one."""
+
+    def merged(changes: list[dict[str, Any]]) -> dict[str, Any]:
+        return {field: value for change in changes for field, value in change.items()}  # full, not selective before it
+
+    changes, best = [], plan
     for change in _savings(plan.config):
-        if plan.peak() > gpu_memory and (other := _less(plan, change)) is not None:
-            plan, changes = other, [*changes, change]
+        if best.peak() > gpu_memory and (other := _less(best, change)) is not None:
+            changes, best = [*changes, change], other
+    for change in reversed(changes):  # what a later one has made needless
+        fewer = [kept for kept in changes if kept is not change]
+        if (other := _less(plan, merged(fewer))) is not None and other.peak() <= gpu_memory:
+            changes, best = fewer, other
     if len(changes) > 1:
-        last = {field: value for change in changes for field, value in change.items()}  # full, not selective before it
-        yield f"together {_flags(last)}", plan
+        yield f"together {_flags(merged(changes))}", best
 
 
 def _less(plan: Plan, change: dict[str, Any], ranks: int | None = None) -> Plan | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import zipfile
 from pathlib import Path
 
@@ -30,3 +31,21 @@ def test_an_archive_is_read_as_a_whole_file(tmp_path: Path, monkeypatch: pytest.
     assert [archive.nbytes for archive in found] == [6000, 14]
     for archive, n in zip(found, (3000, 7), strict=True):
         assert torch.equal(archives.mapped(tmp_path / "two", archive.start, torch.int16, (n,)), torch.arange(n).short())
+
+
+def test_a_changed_bit_beside_the_data_never_moves_them():
+    stream = io.BytesIO()
+    place = archives.append(stream, torch.arange(7, dtype=torch.int16))
+    start, nbytes, _ = archives.find(stream, *place)
+    whole, refused = stream.getvalue(), 0
+    for byte in {*range(place[0], start), *range(start + nbytes, len(whole))}:
+        for bit in range(8):
+            changed = bytearray(whole)
+            changed[byte] ^= 1 << bit
+            try:
+                found = archives.find(io.BytesIO(changed), *place)
+            except (zipfile.BadZipFile, ValueError, OverflowError, NotImplementedError):
+                refused += 1
+            else:  # another size is no tensor of the chunk's shape
+                assert found.start == start or found.nbytes != nbytes, (byte, bit)
+    assert refused > 1000
