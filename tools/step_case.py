@@ -77,8 +77,8 @@ def configured(flags: argparse.Namespace) -> RunConfig:
     bf16 = torch.cuda.is_available() or getattr(flags, "attention_backend", "torch") != "torch"
     given = REFERENCE | {"mock_data": True, "train_iters": 1, "bf16": bf16} | vars(flags)
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    for name in sorted(READ_AND_WRITTEN & vars(flags).keys()):
-        raise ValueError(f"{flag_name(name)} has no use here: the benchmark's weights and documents are random")
+    if useless := sorted(READ_AND_WRITTEN & vars(flags).keys()):
+        raise ValueError(f"{flag_name(useless[0])} has no use here: the benchmark's weights and documents are random")
     if given.get("rounds", 1) < 1:
         raise ValueError(f"--rounds is {given['rounds']}; it must be at least 1")
     config = resolve(argparse.Namespace(**given), PretrainDataConfig)

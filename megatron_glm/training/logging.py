@@ -39,16 +39,15 @@ class IterationLog:
 
     def __init__(self, logging: LoggingConfig, train_iters: int, sinks: Sequence[Sink]) -> None:
         self.logging, self.train_iters, self.sinks = logging, train_iters, sinks
-        self.window: list[tuple[float, int, int]] = []  # seconds, tokens and flops since the last line
-        self.losses: list[float] = []  # of the steps since then that were not skipped
-        self.last: dict[str, Any] = {}  # the record of the last of these
+        # Records, seconds, tokens and flops of the iterations since the last line
+        self.window: list[tuple[dict[str, Any], float, int, int]] = []
 
     def __enter__(self) -> IterationLog:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self.losses:  # of the steps since the last line, which were to have one
-            self._print(self.last)
+        if any("skipped" not in record for record, *_ in self.window):  # steps that were to have a line
+            self._print()
         for sink in self.sinks:
             sink.close()
 
@@ -76,19 +75,17 @@ class IterationLog:
         }
         for sink in self.sinks:
             sink.write(record | rates)
-        self.window.append((seconds, tokens, flops))
+        self.window.append((record, seconds, tokens, flops))
         if "skipped" in record:
             log(f" iteration {record['iteration']} is skipped: {record['skipped']}")
-            return
-        self.losses.append(record["lm_loss"])
-        self.last = record
-        if self.has_line(record["iteration"]):
-            self._print(record)
-            self.window.clear()
-            self.losses.clear()
+        elif self.has_line(record["iteration"]):
+            self._print()
 
-    def _print(self, record: dict[str, Any]) -> None:
-        seconds, tokens, flops = (sum(values) for values in zip(*self.window, strict=True))
+    def _print(self) -> None:
+        records, *measured = zip(*self.window, strict=True)
+        seconds, tokens, flops = map(sum, measured)
+        steps = [record for record in records if "skipped" not in record]
+        record = steps[-1]
         rank_seconds = seconds * dist.get_world_size()
         log(
             f" iteration {record['iteration']:8d}/{self.train_iters:8d} |"
@@ -98,7 +95,8 @@ class IterationLog:
             f" TFLOP/s/GPU: {flops / rank_seconds / 1e12:.3f} |"
             f" learning rate: {record['learning_rate']:.6E} |"
             f" global batch size: {record['global_batch_size']:5d} |"
-            f" lm loss: {sum(self.losses) / len(self.losses):.6E} |"
+            f" lm loss: {sum(step['lm_loss'] for step in steps) / len(steps):.6E} |"
             f" grad norm: {record['grad_norm']:.3f} |"
             f" peak memory (GiB): {peak_memory_bytes() / 2**30:.2f} |"
         )
+        self.window.clear()

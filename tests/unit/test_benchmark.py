@@ -99,7 +99,7 @@ def test_balanced_routing_chooses_each_expert_equally_often(monkeypatch: pytest.
 def test_the_step_has_its_own_weights_and_documents():
     from step_case import configured, parser_of
 
-    for flag in ("--load", "--load-hf", "--save", "--data-path"):
+    for flag in ("--load", "--load-hf", "--save", "--data-path", "--log-file"):
         with pytest.raises(ValueError, match=f"{flag} has no use here"):
             configured(parser_of().parse_args([flag, "somewhere"]))
     model = configured(parser_of().parse_args([])).model

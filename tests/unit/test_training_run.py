@@ -108,6 +108,14 @@ def test_the_log_line_is_megatrons(run, capsys):
     assert len(losses) == 2 and f" lm loss: {sum(losses) / 2:.6E} |" in lines[0], "the mean since the last line"
 
 
+def test_the_last_steps_have_a_line_wherever_a_run_leaves(run, capsys):
+    run(train_iters=9, log_interval=2, exit_interval=5, log_file="log.jsonl")
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" iteration")]
+    losses = [json.loads(line)["lm_loss"] for line in Path("log.jsonl").read_text().splitlines()]
+    shown = [line.split(" lm loss: ")[1].split()[0] for line in lines]
+    assert shown == [f"{sum(part) / len(part):.6E}" for part in (losses[:2], losses[2:4], losses[4:5])]
+
+
 def test_a_converted_checkpoint_is_iteration_zero(run):
     """Weights alone, in bf16, as conversion leaves them; its files go along with every later save."""
     run(train_iters=1, save="first")
