@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
-from megatron_glm.arguments import parse
 from megatron_glm.config import RunConfig
+from megatron_glm.config.flags import parse
 from megatron_glm.data.loader import MicroBatches, PackedDataset, load_documents
 from megatron_glm.training.checkpointing import load_checkpoint
 from megatron_glm.training.evaluate import evaluate

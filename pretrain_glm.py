@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 
-from megatron_glm.arguments import parse
 from megatron_glm.config import PretrainDataConfig, RunConfig
+from megatron_glm.config.flags import parse
 from megatron_glm.data.loader import MicroBatches
 from megatron_glm.data.pretraining import build_datasets
 from megatron_glm.parallel.groups import ParallelGroups

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_glm.checkpoint import hf
-from megatron_glm.model_config import ModelConfig
+from megatron_glm.config.model import ModelConfig
 
 SIDE_FILES = {
     "generation_config.json": b'{"eos_token_id": [4080],\r\n "top_p":0.95}',

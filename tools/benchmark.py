@@ -20,7 +20,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from measure import matmul_rate  # noqa: E402
 
-from megatron_glm.arguments import Parser  # noqa: E402
+from megatron_glm.config.flags import Parser  # noqa: E402
 from megatron_glm.ops import backends  # noqa: E402
 
 

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from measure import documents_of, matmul_rate
 from torch import Tensor
 
-from megatron_glm.arguments import Parser, build_parser, resolve
 from megatron_glm.config import PretrainDataConfig, RunConfig, flag_name
+from megatron_glm.config.flags import Parser, build_parser, resolve
 from megatron_glm.data.packing import build_batch
 from megatron_glm.model import router
 from megatron_glm.model.glm import GLMChunk

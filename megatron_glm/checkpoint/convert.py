@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..model_config import ModelConfig
+from ..config.model import ModelConfig
 from . import hf, sharded
 from .chunks import Chunk, Piece, cut, describe
 from .files import copy_side_files, write_durably

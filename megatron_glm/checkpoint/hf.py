@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..model_config import ModelConfig
+from ..config.model import ModelConfig
 from ..parallel.shard import Rectangle
 from .chunks import pieces_of, require
 from .fp8 import EXPORT_BLOCK, SCALE_SUFFIX, dequantize, scale_shape

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from ..model_config import ModelConfig
+from ..config.model import ModelConfig
 from . import hf, sharded
 from .files import UNFINISHED
 from .output import OutputFile

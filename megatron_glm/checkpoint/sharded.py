@@ -35,7 +35,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
-from ..model_config import ModelConfig
+from ..config.model import ModelConfig
 from ..parallel.shard import Rectangle
 from . import archives
 from .chunks import Chunk, Piece, StoredChunks, describe, pieces_of, require, span

@@ -8,13 +8,13 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from megatron_glm.config import KernelConfig, ParallelConfig
+from megatron_glm.config.model import ModelConfig
 from megatron_glm.model.layer import DecoderLayer, MTPLayer
 from megatron_glm.model.moe import MoE
 from megatron_glm.model.norm import RMSNorm
 from megatron_glm.model.plan import AttentionPlan
 from megatron_glm.model.recompute import run_layer
 from megatron_glm.model.router import Router
-from megatron_glm.model_config import ModelConfig
 from megatron_glm.parallel.collectives import gather_values
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.shard import collect_shards

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatron_glm.config.model import ModelConfig
 from megatron_glm.model.norm import LayerNorm
 from megatron_glm.model.plan import AttentionPlan
-from megatron_glm.model_config import ModelConfig
 from megatron_glm.ops.indexer import index_topk
 from megatron_glm.ops.latent import count, put_rows
 from megatron_glm.ops.rope import rotate_

@@ -7,12 +7,12 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from megatron_glm.config import KernelConfig, ParallelConfig
+from megatron_glm.config.model import ModelConfig
 from megatron_glm.model.mla import MLA
 from megatron_glm.model.mlp import MLP
 from megatron_glm.model.moe import MoE
 from megatron_glm.model.norm import RMSNorm
 from megatron_glm.model.plan import AttentionPlan
-from megatron_glm.model_config import ModelConfig
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.linear import ReplicatedLinear
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megatron_glm.config.model import ModelConfig
 from megatron_glm.model.indexer import Indexer
 from megatron_glm.model.norm import RMSNorm
 from megatron_glm.model.plan import AttentionPlan
-from megatron_glm.model_config import ModelConfig
 from megatron_glm.ops.dense_mla import dense_mla
 from megatron_glm.ops.kept import decided_once, kept_products
 from megatron_glm.ops.latent import expanded_keys, outputs, queries

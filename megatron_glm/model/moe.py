@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron_glm.config import ParallelConfig
+from megatron_glm.config.model import ModelConfig
 from megatron_glm.model.mlp import MLP
 from megatron_glm.model.plan import AttentionPlan
 from megatron_glm.model.router import Router
-from megatron_glm.model_config import ModelConfig
 from megatron_glm.ops.experts import grouped_mlp
 from megatron_glm.parallel.dispatch import make_dispatcher
 from megatron_glm.parallel.groups import ParallelGroups

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from megatron_glm.model_config import ModelConfig
+from megatron_glm.config.model import ModelConfig
 from megatron_glm.ops.indexer import key_segments
 from megatron_glm.ops.latent import Forms, Rows
 from megatron_glm.ops.rope import rope_tables

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from megatron_glm.model_config import ModelConfig
+from megatron_glm.config.model import ModelConfig
 from megatron_glm.ops.kept import decided_once
 from megatron_glm.ops.routing import expert_weights, linear_in_fp32, select_experts
 from megatron_glm.parallel.collectives import sum_over

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_glm.arguments import DataSection, add_plan_flags, build_parser, resolve
 from megatron_glm.config import LARGEST_BF16_BETA, DataConfig, PretrainDataConfig, RunConfig, flag_name
+from megatron_glm.config.flags import DataSection, add_plan_flags, build_parser, resolve
 from megatron_glm.data.blend import parse_blend
 from megatron_glm.data.pretraining import parse_split
 from megatron_glm.flops import training_flops

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_glm.checkpoint import sharded
-from megatron_glm.model_config import ModelConfig
+from megatron_glm.config.model import ModelConfig
 from megatron_glm.parallel.shard import Rectangle
 from tests import distributed
 

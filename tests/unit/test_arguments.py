@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from megatron_glm.arguments import MEGATRON_NAMES, SECTIONS, build_parser, parse
 from megatron_glm.config import PretrainDataConfig, flag_name
+from megatron_glm.config.flags import MEGATRON_NAMES, SECTIONS, build_parser, parse
 
 TINY = ["--hf-config", "glm5.2-tiny", "--data-path", "rows.jsonl", "--train-iters", "10", "--seq-length", "64"]
 

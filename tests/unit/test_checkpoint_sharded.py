@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 from megatron_glm.checkpoint import archives, chunks, files, sharded
 from megatron_glm.checkpoint.files import staged_folder, write_durably
-from megatron_glm.model_config import ModelConfig
+from megatron_glm.config.model import ModelConfig
 from megatron_glm.parallel.shard import Rectangle
 
 CONFIG = ModelConfig.from_hf("glm5.2-tiny")

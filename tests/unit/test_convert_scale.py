@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_glm.checkpoint import chunks, convert, hf, output, sharded
 from megatron_glm.checkpoint.output import Run
 from megatron_glm.checkpoint.safetensors_io import DTYPE_NAMES, INDEX_NAME
-from megatron_glm.model_config import ModelConfig
+from megatron_glm.config.model import ModelConfig
 from tests import hf_folder
 from tests.distributed import run
 from tests.unit.test_convert_errors import TOOL, full_disk_after, tool

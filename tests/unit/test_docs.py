@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_glm.arguments import add_plan_flags, build_parser
 from megatron_glm.config import DataConfig, PretrainDataConfig
+from megatron_glm.config.flags import add_plan_flags, build_parser
 from tests.preloaded import python
 
 ROOT = Path(__file__).resolve().parents[2]

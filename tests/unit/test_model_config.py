@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields, replace
 import pytest
 import torch
 
-from megatron_glm.model_config import PRESET_FOLDER, ModelConfig
+from megatron_glm.config.model import PRESET_FOLDER, ModelConfig
 from tests.reference import single_chunk, small_config
 
 RELEASED = dict(

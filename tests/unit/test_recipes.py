@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_glm.arguments import build_parser, resolve
 from megatron_glm.config import RunConfig
-from megatron_glm.model_config import ModelConfig
+from megatron_glm.config.flags import build_parser, resolve
+from megatron_glm.config.model import ModelConfig
 from megatron_glm.parallel.grid import check_layout
 from megatron_glm.parallel.pipeline.layout import build_layout
 from megatron_glm.training.planning import GIB, Plan

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron_glm.checkpoint import sharded
-from megatron_glm.model_config import ModelConfig
+from megatron_glm.config.model import ModelConfig
 from megatron_glm.parallel.fsdp import local
 from megatron_glm.parallel.shard import Rectangle
 from megatron_glm.training import checkpointing, loop

@@ -234,8 +234,8 @@ def _refuse_unused(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
 
 def main() -> None:
     """Prints idle share, peak live micro-batches and the timeline of one schedule."""
-    from megatron_glm.arguments import Parser  # here, because the layouts need the schedules
     from megatron_glm.config import ModelConfig, ParallelConfig
+    from megatron_glm.config.flags import Parser  # here, because the layouts need the schedules
     from megatron_glm.parallel.pipeline.layout import build_layout, stage_costs
 
     parser = Parser(description=main.__doc__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_glm.section import Section, flag_name, option
+from .section import Section, flag_name, option
 
 
 @dataclass(frozen=True)

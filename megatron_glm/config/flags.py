@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
-from megatron_glm.config import (
+from . import (
     CheckpointConfig,
     DataConfig,
     KernelConfig,

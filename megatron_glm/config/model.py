@@ -13,7 +13,7 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-PRESET_FOLDER = Path(__file__).parent / "presets"
+PRESET_FOLDER = Path(__file__).parents[1] / "presets"
 ARCHITECTURE = "GlmMoeDsaForCausalLM"
 MODEL_TYPE = "glm_moe_dsa"
 

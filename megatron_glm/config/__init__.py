@@ -1,0 +1,29 @@
+"""Everything a run can be told, as frozen dataclasses: one section a subject, one field a flag (`flags.py`).
+
+A field's type is its check (`Literal` = the choices), its `help` metadata is the flag's help text. What must hold
+between fields is checked in `RunConfig.check`, before any process group exists; every refusal is a ValueError that
+names the flags and both numbers. Nothing here imports torch, so that `--help` and a wrong flag answer at once.
+"""
+
+from .data import DataConfig, PretrainDataConfig
+from .model import ModelConfig
+from .parallel import KernelConfig, ParallelConfig
+from .run import RunConfig
+from .section import flag_name, require_multiple
+from .training import LARGEST_BF16_BETA, CheckpointConfig, LoggingConfig, OptimizerConfig, TrainConfig
+
+__all__ = [
+    "LARGEST_BF16_BETA",
+    "CheckpointConfig",
+    "DataConfig",
+    "KernelConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PretrainDataConfig",
+    "RunConfig",
+    "TrainConfig",
+    "flag_name",
+    "require_multiple",
+]
