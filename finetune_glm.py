@@ -5,37 +5,38 @@ With --dry-run (and --nnodes, --nproc-per-node, --gpu-memory-gb) it prints what 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from megatron_glm.config import RunConfig
-from megatron_glm.config.flags import parse
-from megatron_glm.data.loader import MicroBatches, PackedDataset, load_documents
-from megatron_glm.training.checkpointing import load_checkpoint
-from megatron_glm.training.evaluate import evaluate
-from megatron_glm.training.initialize import build_chunks, initialize, one_line_errors, ranks_from_slurm
-from megatron_glm.training.logging import log
-from megatron_glm.training.loop import batch_shape, train
-from megatron_glm.training.optimizer import build_optimizer
-from megatron_glm.training.plan_report import print_plan
+from megatron_glm.config.flags import build_parser, configured
+from megatron_glm.launch import one_line_errors, ranks_from_slurm
 
-
-def packed(paths: Iterable[str], config: RunConfig) -> MicroBatches:
-    """The rows of these files as packs."""
-    data = config.data
-    tokenizer = data.tokenizer_model or config.hf_folder
-    documents = load_documents(paths, tokenizer, config.model.vocab_size, data.skip_bad_rows)
-    dataset = PackedDataset(documents, data.seq_length, data.packing, data.overlong, config.train.seed)
-    log(f"{' '.join(paths)}: {dataset.summary()}")
-    return MicroBatches(dataset)
+if TYPE_CHECKING:
+    from megatron_glm.data.loader import MicroBatches
 
 
 def main() -> None:
-    if "--dry-run" in sys.argv[1:]:
-        print_plan(description=__doc__)
-        return
     ranks_from_slurm()
-    config = parse(description=__doc__)
+    flags = build_parser(__doc__).parse_args()
+    if "dry_run" in flags:
+        from megatron_glm.training.plan_report import print_plan
+
+        print_plan(flags)
+    else:
+        run(configured(flags))
+
+
+def run(config: RunConfig) -> None:
+    # Importing torch takes a second or more: it happens here, after the flags are checked.
+    from megatron_glm.training.checkpointing import load_checkpoint
+    from megatron_glm.training.evaluate import evaluate
+    from megatron_glm.training.initialize import build_chunks, choose_backend, initialize
+    from megatron_glm.training.logging import log
+    from megatron_glm.training.loop import batch_shape, train
+    from megatron_glm.training.optimizer import build_optimizer
+
+    config = choose_backend(config)
     groups = initialize(config)
     data = packed(config.data.data_path, config)
     chunks = build_chunks(config, groups)
@@ -51,6 +52,19 @@ def main() -> None:
     optimizer = build_optimizer(chunks, config.optimizer)
     progress = load_checkpoint(config, chunks, optimizer, groups, data)
     train(config, chunks, optimizer, data, validation, groups, progress)
+
+
+def packed(paths: Iterable[str], config: RunConfig) -> MicroBatches:
+    """The rows of these files as packs."""
+    from megatron_glm.data.loader import MicroBatches, PackedDataset, load_documents
+    from megatron_glm.training.logging import log
+
+    data = config.data
+    tokenizer = data.tokenizer_model or config.hf_folder
+    documents = load_documents(paths, tokenizer, config.model.vocab_size, data.skip_bad_rows)
+    dataset = PackedDataset(documents, data.seq_length, data.packing, data.overlong, config.train.seed)
+    log(f"{' '.join(paths)}: {dataset.summary()}")
+    return MicroBatches(dataset)
 
 
 if __name__ == "__main__":

@@ -5,46 +5,38 @@ With --dry-run (and --nnodes, --nproc-per-node, --gpu-memory-gb) it prints what 
 
 from __future__ import annotations
 
-import sys
+from typing import TYPE_CHECKING
 
 from megatron_glm.config import PretrainDataConfig, RunConfig
-from megatron_glm.config.flags import parse
-from megatron_glm.data.loader import MicroBatches
-from megatron_glm.data.pretraining import build_datasets
-from megatron_glm.parallel.groups import ParallelGroups
-from megatron_glm.training.batch_size import samples_after
-from megatron_glm.training.checkpointing import FINGERPRINT_PACKS, load_checkpoint, start_of_run
-from megatron_glm.training.evaluate import evaluate
-from megatron_glm.training.initialize import build_chunks, initialize, on_one_rank, one_line_errors, ranks_from_slurm
-from megatron_glm.training.logging import log
-from megatron_glm.training.loop import batch_shape, train
-from megatron_glm.training.optimizer import build_optimizer
-from megatron_glm.training.plan_report import print_plan
+from megatron_glm.config.flags import build_parser, configured
+from megatron_glm.launch import one_line_errors, ranks_from_slurm
 
-
-def datasets(config: RunConfig, groups: ParallelGroups) -> dict[str, MicroBatches]:
-    """Training, validation and test samples; the latter two where there are any."""
-    samples = 0
-    if not config.train.eval_only:
-        start = start_of_run(config)  # its steps may have had another size
-        left = max(0, config.train.train_iters - start.iteration)
-        samples = max(FINGERPRINT_PACKS, samples_after(config.train, left, start.consumed_samples))
-    wanted = (samples, None, None)  # None: one epoch, which evaluations begin
-    built = build_datasets(config.data, config.model.vocab_size, config.train.seed, *wanted, on_one_rank(groups))
-    found = {name: data for name, data in zip(("train", "valid", "test"), built, strict=True) if data is not None}
-    if not found:
-        raise ValueError("--eval-only needs a validation or test part: --valid-data-path, --test-data-path or --split")
-    for name, data in found.items():
-        log(f"{name}: {data.summary()}")
-    return {name: MicroBatches(data) for name, data in found.items()}
+if TYPE_CHECKING:
+    from megatron_glm.data.loader import MicroBatches
+    from megatron_glm.parallel.groups import ParallelGroups
 
 
 def main() -> None:
-    if "--dry-run" in sys.argv[1:]:
-        print_plan(description=__doc__, data=PretrainDataConfig)
-        return
     ranks_from_slurm()
-    config = parse(description=__doc__, data=PretrainDataConfig)
+    flags = build_parser(__doc__, PretrainDataConfig).parse_args()
+    if "dry_run" in flags:
+        from megatron_glm.training.plan_report import print_plan
+
+        print_plan(flags, PretrainDataConfig)
+    else:
+        run(configured(flags, PretrainDataConfig))
+
+
+def run(config: RunConfig) -> None:
+    # Importing torch takes a second or more: it happens here, after the flags are checked.
+    from megatron_glm.training.checkpointing import load_checkpoint
+    from megatron_glm.training.evaluate import evaluate
+    from megatron_glm.training.initialize import build_chunks, choose_backend, initialize
+    from megatron_glm.training.logging import log
+    from megatron_glm.training.loop import batch_shape, train
+    from megatron_glm.training.optimizer import build_optimizer
+
+    config = choose_backend(config)
     groups = initialize(config)
     data = datasets(config, groups)
     chunks = build_chunks(config, groups)
@@ -63,6 +55,30 @@ def main() -> None:
             steps = data[name].evaluation(*batch_shape(config, groups), config.train.eval_iters)
             loss, tokens = evaluate(chunks, steps, groups, config)
             log(f"{name} | lm loss: {loss:.6f} | tokens: {tokens}")
+
+
+def datasets(config: RunConfig, groups: ParallelGroups) -> dict[str, MicroBatches]:
+    """Training, validation and test samples; the latter two where there are any."""
+    from megatron_glm.data.loader import MicroBatches
+    from megatron_glm.data.pretraining import build_datasets
+    from megatron_glm.training.batch_size import samples_after
+    from megatron_glm.training.checkpointing import FINGERPRINT_PACKS, start_of_run
+    from megatron_glm.training.initialize import on_one_rank
+    from megatron_glm.training.logging import log
+
+    samples = 0
+    if not config.train.eval_only:
+        start = start_of_run(config)  # its steps may have had another size
+        left = max(0, config.train.train_iters - start.iteration)
+        samples = max(FINGERPRINT_PACKS, samples_after(config.train, left, start.consumed_samples))
+    wanted = (samples, None, None)  # None: one epoch, which evaluations begin
+    built = build_datasets(config.data, config.model.vocab_size, config.train.seed, *wanted, on_one_rank(groups))
+    found = {name: data for name, data in zip(("train", "valid", "test"), built, strict=True) if data is not None}
+    if not found:
+        raise ValueError("--eval-only needs a validation or test part: --valid-data-path, --test-data-path or --split")
+    for name, data in found.items():
+        log(f"{name}: {data.summary()}")
+    return {name: MicroBatches(data) for name, data in found.items()}
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_glm.training import initialize as initialization
 from tests.distributed import close_groups
 
 SHAPE = {
@@ -59,13 +60,13 @@ def run_script(script: ModuleType, flags: dict[str, Any]) -> None:
         if value:
             values = [] if value is True else value if isinstance(value, list) else [value]
             words += [f"--{name}", *map(str, values)]
-    initialize, made = script.initialize, []
+    initialize, made = initialization.initialize, []
 
     def noted(config):
         made.append(initialize(config))
         return made[0]
 
-    with patch.object(sys, "argv", words), patch.object(script, "initialize", noted):
+    with patch.object(sys, "argv", words), patch.object(initialization, "initialize", noted):
         try:
             script.main()
         finally:

@@ -63,8 +63,8 @@ def single_groups() -> ParallelGroups:
 
 def single_chunk(config: ModelConfig, recompute: str = "none") -> GLMChunk:
     """The whole model as one chunk, weights uninitialised."""
-    parallel = ParallelConfig(recompute_granularity=recompute)
-    return GLMChunk(config, range(config.num_hidden_layers), single_groups(), parallel, KernelConfig(loss_chunk_size=7))
+    parallel, kernels = ParallelConfig(recompute_granularity=recompute), KernelConfig("torch", loss_chunk_size=7)
+    return GLMChunk(config, range(config.num_hidden_layers), single_groups(), parallel, kernels)
 
 
 def hf_model(config: ModelConfig, seed: int) -> torch.nn.Module:

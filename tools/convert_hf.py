@@ -12,14 +12,16 @@ import sys
 import warnings
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed, too
 
-import torch.distributed as dist  # noqa: E402
-from tqdm import tqdm  # noqa: E402
+from megatron_glm.config.flags import Parser  # noqa: E402
 
-from megatron_glm.checkpoint import convert, hf, report, sharded  # noqa: E402
-from megatron_glm.checkpoint.output import Run  # noqa: E402
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from megatron_glm.checkpoint import convert
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -33,7 +35,7 @@ def size(text: str) -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--from-hf", type=Path, metavar="DIR", help="Hugging Face folder to read")
     source.add_argument("--load", type=Path, metavar="DIR", help="checkpoint folder (its latest) or one iter_… folder")
@@ -62,14 +64,21 @@ def parse_arguments() -> argparse.Namespace:
 
 def open_source(arguments: argparse.Namespace) -> convert.Import | convert.Export:
     """The conversion, checked from headers and metadata."""
+    from megatron_glm.checkpoint import convert, hf, sharded
+
     if arguments.from_hf is not None:
         return convert.Import(hf.HFCheckpoint(arguments.from_hf, arguments.dry_run), arguments.save)
     folder = sharded.latest_folder(arguments.load) or arguments.load
     return convert.Export(folder, arguments.max_shard_size or UNITS["GB"] * 5, arguments.fp8_block_quantize)
 
 
-def run(arguments: argparse.Namespace, group: dist.ProcessGroup | None) -> None:
+def run(arguments: argparse.Namespace, group: ProcessGroup | None) -> None:
     """Does what the arguments say; rank 0 shows it."""
+    from tqdm import tqdm
+
+    from megatron_glm.checkpoint import report, sharded
+    from megatron_glm.checkpoint.output import Run
+
     if arguments.inspect is not None:
         report.inspect(arguments.inspect, arguments.verify, print)
         return
@@ -94,6 +103,8 @@ def run(arguments: argparse.Namespace, group: dist.ProcessGroup | None) -> None:
 
 def main() -> int:
     arguments = parse_arguments()
+    import torch.distributed as dist  # a second or more, after the flags are read
+
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
     group = None
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and arguments.inspect is None and not arguments.dry_run:

@@ -10,7 +10,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed, too
 
-from megatron_glm.training.plan_report import print_plan  # noqa: E402
+from megatron_glm.config.flags import build_parser  # noqa: E402
+
+
+def main() -> None:
+    flags = build_parser(__doc__).parse_args()
+    from megatron_glm.training.plan_report import print_plan  # imports torch
+
+    print_plan(flags)
+
 
 if __name__ == "__main__":
-    print_plan(description=__doc__)
+    main()

@@ -1,10 +1,4 @@
-"""One training step of a whole stage, with random weights and documents; also under torchrun. Prints one JSON line.
-
-Takes the flags of pretrain_glm.py, so that any layout, backend and recompute mode is measured as it is trained. What is
-not given is the reference case: --hf-config glm5.2 --num-layers 4 --dense-layers 1 --num-experts 32 --mtp-num-layers 0,
---bf16 on a GPU, and the smallest global batch, a micro-batch for each pipeline stage of each data rank. --profile adds
-the milliseconds of each kind of kernel.
-"""
+"""The training step that `benchmark.py step` measures: weights and documents at random, the reference case."""
 
 from __future__ import annotations
 
@@ -23,20 +17,20 @@ from measure import documents_of, matmul_rate
 from torch import Tensor
 
 from megatron_glm.config import PretrainDataConfig, RunConfig, flag_name
-from megatron_glm.config.flags import Parser, build_parser, resolve
+from megatron_glm.config.flags import PLAN_FLAGS, resolve
 from megatron_glm.data.packing import build_batch
 from megatron_glm.model import router
 from megatron_glm.model.glm import GLMChunk
 from megatron_glm.parallel.fsdp import local, reduce_partial_gradients
 from megatron_glm.parallel.groups import ParallelGroups
-from megatron_glm.training.initialize import build_chunks, current_device, initialize
+from megatron_glm.training.initialize import build_chunks, choose_backend, current_device, initialize
 from megatron_glm.training.optimizer import build_optimizer
 from megatron_glm.training.planning import Plan
 from megatron_glm.training.step import count, run_micro_batches, train_step
 
 REFERENCE = {"hf_config": "glm5.2", "num_hidden_layers": 4, "n_routed_experts": 32, "num_nextn_predict_layers": 0}
 READ_AND_WRITTEN = {"load", "load_hf", "save", "data_path", "train_data_path", "valid_data_path", "test_data_path"}
-READ_AND_WRITTEN |= {"log_file", "tensorboard_dir", "wandb_project", "eval_only"}
+READ_AND_WRITTEN |= {"log_file", "tensorboard_dir", "wandb_project", "eval_only", *PLAN_FLAGS}
 FORMULA = (
     "3 x forward of the trained parts + forward of the index scores, multiply-add = 2, attention in its non-absorbed "
     "form on min(position + 1, index_topk) keys, recomputation not counted (megatron_glm/flops.py)"
@@ -53,28 +47,9 @@ KINDS = {
 }
 
 
-def parser_of() -> Parser:
-    """The flags of a pre-training run, and the benchmark's own."""
-    parser = build_parser(__doc__, PretrainDataConfig)
-    parser.prog, parser.usage = f"{parser.prog} step", "%(prog)s [flags of pretrain_glm.py] [benchmark's own, below]"
-    group = parser.add_argument_group("benchmark")
-    group.add_argument(
-        "--documents", choices=["one", "short"], help="one that fills the pack (default), or 200 to 2,000"
-    )
-    group.add_argument(
-        "--routing", choices=["natural", "balanced"], help="the router's choice (default), or each alike"
-    )
-    group.add_argument("--dense-layers", type=int, metavar="N", help="leading layers without experts (default: 1)")
-    group.add_argument("--with-optimizer", action="store_true", help="measure AdamW, too")
-    group.add_argument(
-        "--rounds", type=int, metavar="N", help="measured rounds of 3 steps; medians are shown (default: 7)"
-    )
-    return parser
-
-
 def configured(flags: argparse.Namespace) -> RunConfig:
     """The configuration of these flags, completed by the reference case, checked for the ranks that are here."""
-    bf16 = torch.cuda.is_available() or getattr(flags, "attention_backend", "torch") != "torch"
+    bf16 = torch.cuda.is_available() or getattr(flags, "attention_backend", "auto") in ("cudnn", "tilelang")
     given = REFERENCE | {"mock_data": True, "train_iters": 1, "bf16": bf16} | vars(flags)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if useless := sorted(READ_AND_WRITTEN & vars(flags).keys()):
@@ -91,6 +66,7 @@ def configured(flags: argparse.Namespace) -> RunConfig:
         dp = config.parallel.data_parallel_size(world)
         batch = config.train.micro_batch_size * dp * config.parallel.pipeline_model_parallel_size
         config = replace(config, train=replace(config.train, global_batch_size=batch))
+    config = choose_backend(config)
     config.check(world)
     return config
 

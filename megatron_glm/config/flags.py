@@ -6,13 +6,12 @@ import argparse
 import dataclasses
 import difflib
 import os
+import sys
 import time
 import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
-
-import torch
 
 from . import (
     CheckpointConfig,
@@ -61,7 +60,17 @@ MEGATRON_NAMES = {
     "num_nextn_predict_layers": "--mtp-num-layers",
 }
 HEAD_START = 10  # seconds: torchrun ends all ranks when one has left, and the first one has something to say
+PLAN_FLAGS = ("dry_run", "nnodes", "nproc_per_node", "gpu_memory_gb")
 NOT_OVERRIDABLE = {"indexer_types", "mlp_layer_types", "dtype", "pad_token_id", "eos_token_id"}
+
+
+def refuse(message: str) -> NoReturn:
+    """Ends the process with `error: …` and exit code 2; under torchrun the first rank prints, the others wait."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"error: {message}", file=sys.stderr)
+    else:
+        time.sleep(HEAD_START)
+    sys.exit(2)
 
 
 class Parser(argparse.ArgumentParser):
@@ -71,10 +80,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> NoReturn:
-        if os.environ.get("RANK", "0") == "0":
-            self.exit(2, f"error: {message}\n")
-        time.sleep(HEAD_START)
-        self.exit(2)
+        refuse(message)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         parsed, unknown = self.parse_known_args(args, namespace)
@@ -91,23 +97,27 @@ class Parser(argparse.ArgumentParser):
 def parse(
     arguments: Sequence[str] | None = None, description: str | None = None, data: DataSection = DataConfig
 ) -> RunConfig:
-    """The checked configuration of this run; prints one line and exits with code 2 where the flags cannot be served.
+    """The checked configuration of this run; prints one line and exits with code 2 where the flags cannot be served."""
+    return configured(build_parser(description, data).parse_args(arguments), data)
+
+
+def configured(flags: argparse.Namespace, data: DataSection = DataConfig) -> RunConfig:
+    """The checked configuration of these flags; prints one line and exits with code 2 where they cannot be served.
 
     `data`: the kind of data that the script trains on. The number of ranks is torchrun's WORLD_SIZE, 1 without it. No
-    process group is made.
+    process group is made, and torch is not imported.
     """
-    parser = build_parser(description, data)
-    flags = parser.parse_args(arguments)
     try:
+        if useless := [name for name in PLAN_FLAGS if name in flags]:
+            raise ValueError(f"{flag_name(useless[0])} needs --dry-run")
         config = resolve(flags, data)
         config.check(int(os.environ.get("WORLD_SIZE", "1")))
     except ValueError as error:
-        parser.error(str(error))
+        refuse(str(error))
     return config
 
 
-def add_plan_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of a dry run. `parse` does not know them, so that only a script which can plan accepts them."""
+def _add_plan_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("plan", "what the run needs and whether it fits, without running it")
     group.add_argument("--dry-run", action="store_true", help="print the plan and exit; needs no GPU, weights or data")
     group.add_argument("--nnodes", type=int, metavar="N", help="nodes of the planned run (default: 1)")
@@ -140,6 +150,7 @@ def build_parser(description: str | None = None, data: DataSection = DataConfig)
             group.add_argument(
                 flag, dest=field.name, type=kind, metavar=_metavar(hints[field.name]), help=f"overrides {field.name}"
             )
+    _add_plan_flags(parser)
     return parser
 
 
@@ -150,8 +161,6 @@ def resolve(flags: argparse.Namespace, data: DataSection = DataConfig) -> RunCon
         name: section(**{f.name: given[f.name] for f in dataclasses.fields(section) if f.name in given})
         for name, section in (SECTIONS | {"data": data}).items()
     }
-    if "attention_backend" not in given and torch.cuda.is_available():
-        sections["kernels"] = dataclasses.replace(sections["kernels"], attention_backend="cudnn")
     load, source = sections["checkpoint"].load, given.get("hf_config")
     checkpoint = None if load is None else _latest_checkpoint(load)
     weights = sections["checkpoint"].load_hf

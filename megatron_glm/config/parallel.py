@@ -94,8 +94,8 @@ class ParallelConfig(Section):
 
 @dataclass(frozen=True)
 class KernelConfig(Section):
-    attention_backend: Literal["torch", "cudnn", "tilelang"] = option(
-        "torch", "implementation of the attention and the indexer; on a GPU the default is cudnn"
+    attention_backend: Literal["auto", "torch", "cudnn", "tilelang"] = option(
+        "auto", "implementation of the attention and the indexer; auto: cudnn on a GPU, else torch"
     )
     dense_rows: Literal["auto", "off"] = option(
         "auto", "auto: rows that see no more than index_topk keys skip the selection and run as dense attention"

@@ -50,7 +50,7 @@ class RunConfig:
         self.optimizer.check(self.train.train_iters)
         self.checkpoint.check()
         self.logging.check(world_size)
-        if self.kernels.attention_backend != "torch" and not self.train.bf16:
+        if self.kernels.attention_backend in ("cudnn", "tilelang") and not self.train.bf16:
             raise ValueError(
                 f"--attention-backend {self.kernels.attention_backend} computes in bfloat16: give --bf16, or "
                 "--attention-backend torch"

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,21 +24,12 @@ from megatron_glm.training.logging import describe, log
 from megatron_glm.training.sinks import require_packages
 
 
-def ranks_from_slurm() -> None:
-    """What torchrun would have set in the environment, from SLURM's variables, for a process that srun started.
-
-    The first node of the step is the meeting point, on a port that follows from the job's number, unless MASTER_ADDR
-    and MASTER_PORT say otherwise. Nothing changes under torchrun, outside SLURM and for a single task.
-    """
-    env = os.environ
-    if "RANK" in env or "SLURM_PROCID" not in env or env.get("SLURM_NTASKS", "1") == "1":
-        return
-    if "MASTER_ADDR" not in env:
-        nodes = env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"]
-        names = subprocess.run(["scontrol", "show", "hostnames", nodes], check=True, capture_output=True, text=True)
-        env["MASTER_ADDR"] = names.stdout.split()[0]
-    env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 10000))
-    env |= {"WORLD_SIZE": env["SLURM_NTASKS"], "RANK": env["SLURM_PROCID"], "LOCAL_RANK": env["SLURM_LOCALID"]}
+def choose_backend(config: RunConfig) -> RunConfig:
+    """The same configuration with --attention-backend auto replaced: cudnn on a GPU, else torch."""
+    if config.kernels.attention_backend != "auto":
+        return config
+    backend = "cudnn" if torch.cuda.is_available() else "torch"
+    return replace(config, kernels=replace(config.kernels, attention_backend=backend))
 
 
 def initialize(config: RunConfig) -> ParallelGroups:
@@ -127,17 +116,3 @@ def build_chunks(
 def current_device() -> torch.device:
     """Where this rank computes."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """What a user can mend ends the process with `error: …`: code 2 for settings and data, 1 for a failed run."""
-    try:
-        yield
-    except (ValueError, FloatingPointError, OSError) as error:
-        if not any(getattr(each, "told", False) for each in (error, error.__cause__)):  # by another rank
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2 if isinstance(error, ValueError) else 1)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()

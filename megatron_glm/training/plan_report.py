@@ -6,34 +6,28 @@ import argparse
 import glob
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_glm.config import LARGEST_BF16_BETA, DataConfig, PretrainDataConfig, RunConfig, flag_name
-from megatron_glm.config.flags import DataSection, add_plan_flags, build_parser, resolve
+from megatron_glm.config.flags import PLAN_FLAGS, DataSection, refuse, resolve
 from megatron_glm.data.blend import parse_blend
 from megatron_glm.data.pretraining import parse_split
 from megatron_glm.flops import training_flops
 from megatron_glm.model.plan import work_per_rank
 from megatron_glm.training.planning import GIB, Plan
 
-PLAN_FLAGS = ("dry_run", "nnodes", "nproc_per_node", "gpu_memory_gb")
 CUDA_BACKEND = "cudnn"  # what --attention-backend is on a GPU by default
 
 
-def print_plan(
-    arguments: Sequence[str] | None = None, description: str | None = None, data: DataSection = DataConfig
-) -> None:
+def print_plan(flags: argparse.Namespace, data: DataSection = DataConfig) -> None:
     """Prints the plan of these flags; a layout that cannot be ends with one line and exit code 2.
 
     `data`: the kind of data that the planned script trains on. The number of ranks is --nnodes x --nproc-per-node, else
     WORLD_SIZE, else 1. That it does not fit is no error.
     """
-    parser = build_parser(description, data)
-    add_plan_flags(parser)
-    flags = parser.parse_args(arguments)
     try:
         for name in PLAN_FLAGS[1:]:
             if not 0 < (value := getattr(flags, name, 1)) < math.inf:
@@ -44,7 +38,7 @@ def print_plan(
         plan = Plan.create(config, ranks, per_node)
         lines = list(report(plan, memory))
     except ValueError as error:
-        parser.error(str(error))
+        refuse(str(error))
     print("\n".join([f"warning: {warning}" for warning in warnings] + lines))
 
 
@@ -71,8 +65,9 @@ def planned_config(flags: argparse.Namespace, data: DataSection = DataConfig) ->
         del given["load_hf"]
     config = resolve(argparse.Namespace(**given), data)
     config = replace(config, checkpoint=replace(config.checkpoint, load=load, load_hf=load_hf))
-    if "attention_backend" not in given and config.train.bf16:
-        config = replace(config, kernels=replace(config.kernels, attention_backend=CUDA_BACKEND))
+    if config.kernels.attention_backend == "auto":
+        backend = CUDA_BACKEND if config.train.bf16 else "torch"
+        config = replace(config, kernels=replace(config.kernels, attention_backend=backend))
     planned = _planned_pretraining if data is PretrainDataConfig else _planned_finetuning
     config = replace(config, data=planned(config, warnings))
     if not config.train.eval_only and config.train.train_iters is None and config.train.train_epochs is None:

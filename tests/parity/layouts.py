@@ -48,7 +48,7 @@ def run_config(
     return RunConfig(
         model=model,
         parallel=parallel,
-        kernels=KernelConfig(loss_chunk_size=24),
+        kernels=KernelConfig("torch", loss_chunk_size=24),
         optimizer=OptimizerConfig(lr=1e-3, adam_eps=1e-3, clip_grad=0.5, moe_router_bias_update_rate=1e-3),
         data=replace(RunConfig(model=model).data, data_path=("none",), seq_length=SEQ_LENGTH),
         train=TrainConfig(micro_batch_size=micro_batch_size, global_batch_size=packs, train_iters=3, seed=seed),

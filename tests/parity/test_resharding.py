@@ -55,7 +55,7 @@ def run_config(folder: Path, parallel: ParallelConfig, load: bool, **train) -> R
     return RunConfig(
         model=model,
         parallel=parallel,
-        kernels=KernelConfig(loss_chunk_size=24),
+        kernels=KernelConfig("torch", loss_chunk_size=24),
         optimizer=OptimizerConfig(lr=1e-4, lr_decay_style="constant", moe_router_bias_update_rate=1e-3),
         data=DataConfig(data_path=("none",), seq_length=SEQ_LENGTH),
         checkpoint=CheckpointConfig(save=save, load=save if load else None, async_save=load, keep_last=3),

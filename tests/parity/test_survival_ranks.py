@@ -21,7 +21,7 @@ from tests.finetune import finetune, keep_default_group, records, tensors, write
 
 def outcome(folder: Path, **flags) -> tuple[int, str]:
     """Exit code and errors of finetune_glm.py on the ranks of this process group."""
-    from megatron_glm.training.initialize import one_line_errors
+    from megatron_glm.launch import one_line_errors
 
     os.chdir(folder)
     os.environ["WORLD_SIZE"] = str(dist.get_world_size())

@@ -2,12 +2,16 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from megatron_glm.config import PretrainDataConfig, flag_name
 from megatron_glm.config.flags import MEGATRON_NAMES, SECTIONS, build_parser, parse
 
+ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--hf-config", "glm5.2-tiny", "--data-path", "rows.jsonl", "--train-iters", "10", "--seq-length", "64"]
 
 
@@ -56,6 +60,34 @@ def test_help_shows_every_field_and_group(capsys):
             assert field.metadata["help"]
     assert "(default: 1e-05)" in text and "--reshard-after-forward {true,false}" in text
     assert len([a for a in build_parser()._actions if a.option_strings == ["--num-layers"]]) == 1
+
+
+# Runs every script with --help and with a wrong flag, and says whether torch was imported by then.
+WITHOUT_TORCH = """
+import contextlib, io, runpy, sys
+for script in sys.argv[1:]:
+    for flag in ("--help", "--qqq"):
+        sys.argv = [*script.split(), flag]
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:
+            try:
+                runpy.run_path(sys.argv[0], run_name="__main__")
+            except SystemExit as stop:
+                assert (stop.code or 0) == (0 if flag == "--help" else 2), (sys.argv, stop.code, errors.getvalue())
+        assert "torch" not in sys.modules, sys.argv
+"""
+
+
+def test_torch_is_imported_after_the_flags_are_read():
+    """Importing it takes 1 to 3 seconds, which --help and a wrong flag need not wait for."""
+    scripts = ["finetune_glm.py", "pretrain_glm.py", "tools/benchmark.py", "tools/benchmark.py step"]
+    scripts += [f"tools/{name}.py" for name in ("convert_hf", "plan", "plot_log", "preprocess_data")]
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *scripts], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_plan_flags_are_listed_and_go_with_a_dry_run(capsys):
+    assert "--dry-run" in build_parser().format_help()
+    assert refusal(capsys, "--nnodes", "4") == "error: --nnodes needs --dry-run\n"
 
 
 def test_unknown_flag_names_the_nearest(capsys):

@@ -8,10 +8,11 @@ import sys
 import pytest
 import torch
 
-from megatron_glm import arguments
 from megatron_glm.config import DataConfig, KernelConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from megatron_glm.config import flags as arguments
 from megatron_glm.ops import backends, indexer
 from megatron_glm.ops.indexer import key_segments
+from megatron_glm.training.initialize import choose_backend
 
 GPU_MODULES = ("cudnn", "flash_mla", "cutlass", "tilelang", "megatron_glm.ops.cudnn", "megatron_glm.ops.cudnn_dense")
 
@@ -64,7 +65,7 @@ def test_a_broken_package_is_named(monkeypatch):
 def test_the_flag_decides_and_its_default_follows_the_machine(monkeypatch, gpu, given, chosen):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     flags = ["--hf-config", "glm5.2"] + (["--attention-backend", *given] if given else [])
-    config = arguments.resolve(arguments.build_parser().parse_args(flags))
+    config = choose_backend(arguments.resolve(arguments.build_parser().parse_args(flags)))
     assert config.kernels.attention_backend == chosen
 
 

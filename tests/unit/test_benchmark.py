@@ -56,6 +56,13 @@ def test_wrong_flags_are_named():
     assert "unknown flag --seq-lenght; did you mean --seq-length?" in benchmark("--seq-lenght", "4").stderr
 
 
+def test_the_ops_that_can_be_named_are_those_that_are_measured():
+    from benchmark import OPS
+    from kernel_cases import CASES
+
+    assert OPS == tuple(CASES)
+
+
 def test_kernels_by_kind():
     from step_case import by_kind
 
@@ -97,10 +104,11 @@ def test_balanced_routing_chooses_each_expert_equally_often(monkeypatch: pytest.
 
 
 def test_the_step_has_its_own_weights_and_documents():
-    from step_case import configured, parser_of
+    from benchmark import step_parser
+    from step_case import configured
 
     for flag in ("--load", "--load-hf", "--save", "--data-path", "--log-file"):
         with pytest.raises(ValueError, match=f"{flag} has no use here"):
-            configured(parser_of().parse_args([flag, "somewhere"]))
-    model = configured(parser_of().parse_args([])).model
+            configured(step_parser().parse_args([flag, "somewhere"]))
+    model = configured(step_parser().parse_args([])).model
     assert (model.num_hidden_layers, model.n_routed_experts, model.mlp_layer_types[0]) == (4, 32, "dense")

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from megatron_glm.config import DataConfig, PretrainDataConfig
-from megatron_glm.config.flags import add_plan_flags, build_parser
+from megatron_glm.config.flags import build_parser
 from tests.preloaded import python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,15 +91,13 @@ def known_flags(script: str, flags: list[str]) -> None:
     if flags == ["--help"]:
         return
     if script in ("finetune_glm.py", "pretrain_glm.py", "tools/plan.py"):
-        parser = build_parser(data=PretrainDataConfig if script == "pretrain_glm.py" else DataConfig)
-        add_plan_flags(parser)
-        parser.parse_args(flags)
+        build_parser(data=PretrainDataConfig if script == "pretrain_glm.py" else DataConfig).parse_args(flags)
     elif script in ("tools/convert_hf.py", "tools/benchmark.py"):
         with pytest.MonkeyPatch.context() as patch:
             patch.syspath_prepend(str(ROOT / "tools"))
             patch.setattr(sys, "argv", [script, *flags])
             if flags[:1] == ["step"]:
-                runpy.run_path(str(ROOT / "tools" / "step_case.py"))["parser_of"]().parse_args(flags[1:])
+                runpy.run_path(str(ROOT / "tools" / "benchmark.py"))["step_parser"]().parse_args(flags[1:])
             else:
                 runpy.run_path(str(ROOT / script))["parse_arguments"]()
     else:

@@ -28,7 +28,7 @@ def rank_chunk(tp, tp_size, ep, ep_size, layers=range(4), **ends):
 
     groups = SimpleNamespace(**vars(single_groups()) | dict(tp=group(tp, tp_size), ep=group(ep, ep_size)))
     parallel = ParallelConfig(tensor_model_parallel_size=tp_size, expert_model_parallel_size=ep_size)
-    return GLMChunk(CONFIG, layers, groups, parallel, KernelConfig(), **ends)
+    return GLMChunk(CONFIG, layers, groups, parallel, KernelConfig("torch"), **ends)
 
 
 @pytest.mark.parametrize("tp_size, ep_size", [(2, 1), (4, 2), (1, 8)])

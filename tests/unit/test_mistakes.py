@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_glm.launch import one_line_errors
 from megatron_glm.ops import backends
-from megatron_glm.training.initialize import one_line_errors
 from tests.finetune import finetune, keep_default_group, write_rows
 
 TROUBLESHOOTING = Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md"

@@ -106,7 +106,7 @@ def test_a_model_cut_anywhere_equals_the_whole(cut):
     parts = []
     for layers in (range(cut), range(cut, 4)):
         ends = dict(embedding=layers.start == 0, head=layers.stop == 4)
-        parts.append(GLMChunk(config, layers, single_groups(), ParallelConfig(), KernelConfig(), **ends))
+        parts.append(GLMChunk(config, layers, single_groups(), ParallelConfig(), KernelConfig("torch"), **ends))
         weights = built(config).state_dict()
         parts[-1].load_state_dict({name: weights[name] for name in parts[-1].state_dict()})
     first = parts[0](tokens, plan)

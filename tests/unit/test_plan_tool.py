@@ -12,19 +12,24 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from megatron_glm.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_glm.config.flags import build_parser
 from megatron_glm.model import moe, recompute
 from megatron_glm.model.norm import RMSNorm
 from megatron_glm.model.plan import AttentionPlan
 from megatron_glm.ops.kept import Kept
 from megatron_glm.ops.sparse_mla import PART_BYTES
+from megatron_glm.training import plan_report
 from megatron_glm.training.activations import Shapes, layer_activations, layer_kept
-from megatron_glm.training.plan_report import print_plan
 from megatron_glm.training.planning import GIB, Plan, distinct_owners
 from tests import distributed
 from tests.parity.layouts import Recorder, pack, parity_model, run_config
 from tests.reference import single_chunk
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def print_plan(words: list[str]) -> None:
+    plan_report.print_plan(build_parser().parse_args(words))
 
 
 def layout(tp=1, cp=1, ep=1, pp=1, **changes) -> ParallelConfig:

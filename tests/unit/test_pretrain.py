@@ -13,8 +13,8 @@ from megatron_glm.checkpoint import sharded
 from megatron_glm.config.data import PretrainDataConfig
 from megatron_glm.data.loader import MicroBatches
 from megatron_glm.data.pretraining import build_datasets
+from megatron_glm.launch import one_line_errors
 from megatron_glm.training.checkpointing import fingerprint
-from megatron_glm.training.initialize import one_line_errors
 from tests.finetune import assert_same, finetune, keep_default_group, records, tensors, write_rows
 from tests.pretrain import pretrain, write_corpus
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_glm.config import LoggingConfig
-from megatron_glm.training.initialize import one_line_errors
+from megatron_glm.launch import one_line_errors
 from megatron_glm.training.sinks import JsonLines, numbers, require_packages
 from tests.finetune import keep_default_group
 from tests.pretrain import pretrain

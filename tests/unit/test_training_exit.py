@@ -16,11 +16,11 @@ import torch
 
 from megatron_glm.checkpoint import sharded
 from megatron_glm.config.model import ModelConfig
+from megatron_glm.launch import one_line_errors
 from megatron_glm.parallel.fsdp import local
 from megatron_glm.parallel.shard import Rectangle
 from megatron_glm.training import checkpointing, loop
 from megatron_glm.training import step as step_module
-from megatron_glm.training.initialize import one_line_errors
 from tests.finetune import assert_same, finetune, keep_default_group, records, tensors, write_rows
 
 

@@ -89,7 +89,7 @@ def in_fresh_process(folder: Path) -> None:
     """Without threads, which a fork would not take along."""
     os.chdir(folder)
     try:
-        import finetune_glm  # noqa: F401  (once, for all forks)
+        import megatron_glm.training.loop  # noqa: F401  (torch and all else, once for all forks)
 
         killed_twenty_times()
     except BaseException:

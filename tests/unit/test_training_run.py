@@ -9,7 +9,7 @@ import torch
 
 from megatron_glm.checkpoint import sharded
 from megatron_glm.config import ModelConfig
-from megatron_glm.training.initialize import one_line_errors
+from megatron_glm.launch import one_line_errors
 from tests.finetune import assert_same, finetune, keep_default_group, records, tensors, write_rows
 
 

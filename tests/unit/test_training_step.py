@@ -47,7 +47,7 @@ MODEL = ModelConfig.from_hf(
 def run_config(**sections) -> RunConfig:
     config = RunConfig(
         model=MODEL,
-        kernels=KernelConfig(loss_chunk_size=16),
+        kernels=KernelConfig("torch", loss_chunk_size=16),
         data=DataConfig(data_path=("unused",), seq_length=SEQ),
         train=TrainConfig(train_iters=1, global_batch_size=1),
     )
