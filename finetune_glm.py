@@ -57,13 +57,15 @@ def run(config: RunConfig) -> None:
 def packed(paths: Iterable[str], config: RunConfig) -> MicroBatches:
     """The rows of these files as packs."""
     from megatron_glm.data.loader import MicroBatches, PackedDataset, load_documents
+    from megatron_glm.data.records import RowSettings
     from megatron_glm.training.logging import log
 
     data = config.data
     tokenizer = data.tokenizer_model or config.hf_folder
-    documents = load_documents(paths, tokenizer, config.model.vocab_size, data.skip_bad_rows)
+    documents = load_documents(paths, RowSettings(tokenizer, config.model.vocab_size, data.skip_bad_rows))
     dataset = PackedDataset(documents, data.seq_length, data.packing, data.overlong, config.train.seed)
     log(f"{' '.join(paths)}: {dataset.summary()}")
+    log(documents.report.summary())
     return MicroBatches(dataset)
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
 
 from .packing import PackedBatch, Piece, best_fit, build_batch, cut
-from .records import RowReader, TextRow, TokenRow, find_files, parse_row, read_rows
+from .records import RowReader, RowSettings, find_files, read_rows
+from .report import RowReport
 
 ROWS_PER_CHUNK = 128  # rows of text that are tokenised together
 
@@ -23,8 +24,7 @@ class Documents:
     tokens: np.ndarray  # [N] int32
     targets: np.ndarray  # [N] bool: is this token to be predicted
     offsets: np.ndarray  # [n + 1] int64: document i is [offsets[i], offsets[i + 1])
-    skipped: int = 0  # rows that --skip-bad-rows left out
-    first_skipped: str = ""  # where the first of them is, and what is wrong with it
+    report: RowReport = field(default_factory=RowReport)  # what became of the rows
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -34,88 +34,30 @@ class Documents:
         return self.tokens[span], self.targets[span]
 
 
-class _Collector:
-    """Grows the arrays of Documents, and meets bad rows as --skip-bad-rows says."""
-
-    def __init__(self, vocab_size: int, skip_bad_rows: bool):
-        self.vocab_size, self.skip_bad_rows = vocab_size, skip_bad_rows
-        self.tokens, self.targets, self.offsets = array("i"), bytearray(), array("q", [0])
-        self.skipped, self.first_skipped = 0, ""
-
-    def bad(self, place: str, error: ValueError) -> None:
-        if not self.skip_bad_rows:
-            raise ValueError(f"{place}: {error}") from error
-        self.skipped += 1
-        self.first_skipped = self.first_skipped or f"{place}: {error}"
-
-    def add(self, place: str, row: TokenRow) -> None:
-        wrong = row.ids[(row.ids < 0) | (row.ids >= self.vocab_size)]
-        if len(wrong):
-            error = ValueError(f"token id {wrong[0]} is outside the model's vocabulary of {self.vocab_size}")
-            return self.bad(place, error)
-        self.tokens.frombytes(row.ids.astype(np.int32).tobytes())
-        self.targets += row.targets.tobytes()
-        self.offsets.append(len(self.tokens))
-
-    def documents(self) -> Documents:
-        tokens, targets = np.frombuffer(self.tokens, np.int32), np.frombuffer(self.targets, bool)
-        return Documents(tokens, targets, np.frombuffer(self.offsets, np.int64), self.skipped, self.first_skipped)
-
-
-def load_documents(
-    data_path: Iterable[str], tokenizer_path: str | Path | None, vocab_size: int, skip_bad_rows: bool = False
-) -> Documents:
+def load_documents(data_path: Iterable[str], settings: RowSettings) -> Documents:
     """Reads and tokenises all rows of files, folders and globs, kinds mixed at will, keeping no text.
 
-    `tokenizer_path` is a tokenizer file, or a folder with one; the chat template lies beside it. Neither is read
-    before a row needs it. A malformed row, or one with ids outside [0, vocab_size), raises ValueError with its file
-    and line, or is counted in Documents.skipped.
+    A malformed row, or one with ids outside the vocabulary, raises ValueError with its file and line, or is counted in
+    the report.
     """
     data_path = list(data_path)
-    reader, collector = RowReader(tokenizer_path), _Collector(vocab_size, skip_bad_rows)
-    pending: list[tuple[str, TextRow | TokenRow]] = []
+    reader, report = RowReader(settings), RowReport()
+    tokens, targets, lengths = array("i"), bytearray(), array("q", [0])
     for file in find_files(data_path):
-        for place, raw in read_rows(file):
-            try:
-                row, kind = parse_row(raw)
-            except ValueError as error:
-                collector.bad(place, error)
-                continue
-            try:
-                reader.prepare(kind)
-            except ValueError as error:
-                raise ValueError(f"{place}: {error}") from error
-            try:
-                pending.append((place, reader.convert(row, kind)))
-            except ValueError as error:
-                collector.bad(place, error)
-            if len(pending) == ROWS_PER_CHUNK:
-                _tokenise(pending, reader, collector)
-                pending = []
-    _tokenise(pending, reader, collector)
-    if len(collector.offsets) == 1:
+        rows = read_rows(file)
+        while chunk := list(islice(rows, ROWS_PER_CHUNK)):
+            tokenised = reader.tokenise(chunk)
+            tokens.frombytes(tokenised.ids.tobytes())
+            targets += tokenised.targets.tobytes()
+            lengths.frombytes(tokenised.lengths.tobytes())
+            report.merge(tokenised.report)
+    if len(lengths) == 1:
         why = ": there is nothing in it, name another file"
-        if collector.skipped:
-            why = f"; {collector.skipped} bad rows, the first is {collector.first_skipped}"
+        if report.skipped:
+            why = f"; {report.skipped} bad rows, the first is {report.first_skipped}"
         raise ValueError(f"{' '.join(map(str, data_path))} has no usable row{why}")
-    return collector.documents()
-
-
-def _tokenise(rows: list[tuple[str, TextRow | TokenRow]], reader: RowReader, collector: _Collector) -> None:
-    """Adds the rows in their order, those of text tokenised in one call."""
-    texts = [row.text for _, row in rows if isinstance(row, TextRow)]
-    encodings = iter(reader.tokenizer.encode_batch(texts) if texts else ())
-    for place, row in rows:
-        if isinstance(row, TextRow):
-            ids, ends = next(encodings)
-            targets = np.zeros(len(ids), bool)
-            for start, end in row.targets:
-                # by the end alone: tokenizers may report the start behind the white space that a token begins with
-                targets |= (ends > start) & (ends <= end)
-            if row.end_of_text:
-                ids, targets = np.append(ids, reader.end_of_text), np.append(targets, True)
-            row = TokenRow(ids, targets)
-        collector.add(place, row)
+    offsets = np.cumsum(np.frombuffer(lengths, np.int64))
+    return Documents(np.frombuffer(tokens, np.int32), np.frombuffer(targets, bool), offsets, report)
 
 
 class PackedDataset:
@@ -175,7 +117,7 @@ class PackedDataset:
         filled = self._lengths.sum() / (self.packs_per_epoch * self.seq_length)
         return (
             f"{len(self.documents)} documents ({self.overlong} overlong, {self.dropped} without loss dropped,"
-            f" {self.documents.skipped} bad rows skipped) in {self.packs_per_epoch} packs of {self.seq_length}"
+            f" {self.documents.report.skipped} bad rows skipped) in {self.packs_per_epoch} packs of {self.seq_length}"
             f" tokens, {filled:.1%} full, {self._losses.sum()} loss tokens"
         )
 

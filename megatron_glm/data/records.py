@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from .chat import ROLE_TOKENS, ChatTemplate
+from .report import RowReport
 from .tokenizer import END_OF_TEXT, Tokenizer
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -99,11 +100,94 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-class RowReader:
-    """Turns rows into TextRow or TokenRow. Tokenizer and template are loaded by the first row that needs them."""
+@dataclass(frozen=True)
+class RowSettings:
+    """What the tokens of a row depend on beside the files: with the contents of the tokenizer's folder, a cache key."""
 
-    def __init__(self, tokenizer_path: str | Path | None):
-        self._path = tokenizer_path
+    tokenizer_path: str | None  # a tokenizer file, or a folder with one; the chat template lies beside it
+    vocab_size: int  # of the model
+    skip_bad_rows: bool = False
+    ignore_keys: tuple[str, ...] = ()  # keys of rows and messages that are only metadata
+    train_on_last_turn_only: bool = False
+    special_tokens_in_text: bool = False  # text may hold special tokens, which become ids of their own
+
+
+@dataclass(frozen=True)
+class TokenisedRows:
+    """The documents of a chunk of rows, one after the other."""
+
+    ids: np.ndarray  # [N] int32
+    targets: np.ndarray  # [N] bool: is token j to be predicted
+    lengths: np.ndarray  # [n] int64: tokens of each document
+    report: RowReport
+
+
+class RowReader:
+    """Turns rows into tokens. Tokenizer and template are loaded by the first row that needs them.
+
+    It can be pickled before it is used, for worker processes.
+    """
+
+    def __init__(self, settings: RowSettings):
+        self.settings = settings
+        self._path = settings.tokenizer_path
+
+    def tokenise(self, rows: Iterable[tuple[str, bytes | dict]]) -> TokenisedRows:
+        """The documents of rows as read_rows yields them, in their order; texts are tokenised in one call.
+
+        Raises ValueError with the place of the first bad row, unless skip_bad_rows counts them.
+        """
+        report = RowReport()
+        converted = [(place, row) for place, raw in rows if (row := self._converted(place, raw, report)) is not None]
+        texts = [row.text for _, row in converted if isinstance(row, TextRow)]
+        encodings = iter(self.tokenizer.encode_batch(texts) if texts else ())
+        documents = []
+        for place, row in converted:
+            tokens = row if isinstance(row, TokenRow) else self._token_row(row, *next(encodings))
+            wrong = tokens.ids[(tokens.ids < 0) | (tokens.ids >= self.settings.vocab_size)]
+            if len(wrong):
+                why = f"token id {wrong[0]} is outside the model's vocabulary of {self.settings.vocab_size}"
+                self._bad(place, ValueError(why), report)
+            else:
+                documents.append(tokens)
+        ids = [document.ids.astype(np.int32) for document in documents]
+        targets = [document.targets for document in documents]
+        return TokenisedRows(
+            np.concatenate(ids) if ids else np.empty(0, np.int32),
+            np.concatenate(targets) if targets else np.empty(0, bool),
+            np.array(list(map(len, ids)), np.int64),
+            report,
+        )
+
+    def _converted(self, place: str, raw: bytes | dict, report: RowReport) -> TextRow | TokenRow | None:
+        try:
+            row, kind = parse_row(raw)
+        except ValueError as error:
+            return self._bad(place, error, report)
+        try:
+            self.prepare(kind)
+        except ValueError as error:  # not about the row
+            raise ValueError(f"{place}: {error}") from error
+        try:
+            result = self.convert(row, kind)
+        except ValueError as error:
+            return self._bad(place, error, report)
+        report.count(kind)
+        return result
+
+    def _bad(self, place: str, error: ValueError, report: RowReport) -> None:
+        if not self.settings.skip_bad_rows:
+            raise ValueError(f"{place}: {error}") from error
+        report.skip(place, error)
+
+    def _token_row(self, row: TextRow, ids: np.ndarray, ends: np.ndarray) -> TokenRow:
+        """Marks each token that ends inside a target: tokenizers may report its start behind its white space."""
+        targets = np.zeros(len(ids), bool)
+        for start, end in np.searchsorted(ends, np.array(row.targets, np.int64).reshape(-1, 2), side="right").tolist():
+            targets[start:end] = True
+        if row.end_of_text:
+            ids, targets = np.append(ids, self.end_of_text), np.append(targets, True)
+        return TokenRow(ids, targets)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from megatron_glm.data.loader import Documents, load_documents
-from megatron_glm.data.records import find_files
+from megatron_glm.data.records import RowSettings, find_files
 from megatron_glm.data.tokenizer import END_OF_TEXT, Tokenizer
 
 FIXTURE = Path(__file__).resolve().parents[1] / "fixtures" / "glm-4.6-chat_template.jinja"
@@ -56,7 +56,11 @@ def write_jsonl(path: Path, rows: list) -> str:
 
 
 def load(tmp_path: Path, rows: list, tokenizer: Path | None, vocab_size: int = VOCAB, **options) -> Documents:
-    return load_documents([write_jsonl(tmp_path / "rows.jsonl", rows)], tokenizer, vocab_size, **options)
+    return read([write_jsonl(tmp_path / "rows.jsonl", rows)], tokenizer, vocab_size, **options)
+
+
+def read(paths: list[str], tokenizer: Path | None, vocab_size: int = VOCAB, **options) -> Documents:
+    return load_documents(paths, RowSettings(tokenizer and str(tokenizer), vocab_size, **options))
 
 
 def texts(folder: Path, documents: Documents) -> list[tuple[str, str]]:
@@ -143,7 +147,7 @@ def test_kinds_mix_in_order_and_parquet_equals_jsonl(tmp_path: Path, folder: Pat
         assert [part.tolist() for part in documents[i]] == [part.tolist() for part in alone[0]]
     columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
     parquet.write_table(pyarrow.table(columns), tmp_path / "rows.parquet", row_group_size=100)
-    assert same(load_documents([str(tmp_path / "rows.parquet")], folder, VOCAB), documents)
+    assert same(read([str(tmp_path / "rows.parquet")], folder), documents)
 
 
 def test_bad_parquet_names_file_and_row(tmp_path: Path, monkeypatch):
@@ -151,13 +155,13 @@ def test_bad_parquet_names_file_and_row(tmp_path: Path, monkeypatch):
     path = tmp_path / "rows.parquet"
     parquet.write_table(pyarrow.table({"input_ids": [[1], [2], [400]]}), path)
     with pytest.raises(ValueError, match=r"rows.parquet row 3: token id 400 is outside .* of 400"):
-        load_documents([str(path)], None, VOCAB)
+        read([str(path)], None)
     path.write_bytes(b"PAR1 not really")
     with pytest.raises(ValueError, match=r"cannot read .*rows.parquet"):
-        load_documents([str(path)], None, VOCAB)
+        read([str(path)], None)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ValueError, match=r"rows.parquet needs pyarrow: pip install -e '\.\[data\]'"):
-        load_documents([str(path)], None, VOCAB)
+        read([str(path)], None)
 
 
 def test_files_folders_and_globs(tmp_path: Path):
@@ -214,7 +218,7 @@ def test_bad_rows(tmp_path: Path, folder: Path, bad, match: str):
     with pytest.raises(ValueError, match=r"rows.jsonl:3: .*" + match):
         load(tmp_path, rows, folder)
     documents = load(tmp_path, rows, folder, skip_bad_rows=True)
-    assert len(documents) == 2 and documents.skipped == 1 and "rows.jsonl:3: " in documents.first_skipped
+    assert len(documents) == 2 and documents.report.skipped == 1 and "rows.jsonl:3: " in documents.report.first_skipped
     assert same(documents, load(tmp_path, [good, {"text": "fox"}], folder))
 
 

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from megatron_glm.checkpoint.safetensors_io import SafetensorsFolder
 from megatron_glm.config.model import ModelConfig
 from megatron_glm.data.loader import load_documents
+from megatron_glm.data.records import RowSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDE_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -70,7 +71,7 @@ def test_the_dataset_is_large_held_out_and_selects_keys(result):
     assert len(train) > 2000 and len(valid) > 50
     assert not set(train) & set(valid)
     config = ModelConfig.from_hf("glm5.2-tiny")
-    documents = load_documents([str(result[0] / "valid.jsonl")], result[0] / "hf", config.vocab_size)
+    documents = load_documents([str(result[0] / "valid.jsonl")], RowSettings(result[0] / "hf", config.vocab_size))
     assert max(documents.offsets[1:] - documents.offsets[:-1]) > 2 * config.index_topk  # some rows are sparse
 
 
