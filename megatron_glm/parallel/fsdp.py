@@ -9,13 +9,15 @@ to do so: there the masters are plain parameters, and the forward computes with 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from megatron_glm.config import ParallelConfig
@@ -42,7 +44,14 @@ def shard_chunk(chunk: nn.Module, groups: ParallelGroups, parallel: ParallelConf
     def shard(module: nn.Module, group: dist.ProcessGroup, whole: bool, reshard: bool, experts: bool = False) -> None:
         if not whole:
             mesh, others = DeviceMesh.from_group(group, device), taken & set(module.parameters())
-            fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard, ignored_params=others)
+            fully_shard(
+                module,
+                mesh=mesh,
+                reshard_after_forward=reshard,
+                shard_placement_fn=lambda parameter: Shard(shard_dim(parameter.shape, group.size())),
+                mp_policy=precision,
+                ignored_params=others,
+            )
             module.stays_gathered = not reshard
             if not experts:
                 module.register_forward_pre_hook(lambda module, _: keep_totals(module))  # after the one that gathers
@@ -64,6 +73,18 @@ def shard_chunk(chunk: nn.Module, groups: ParallelGroups, parallel: ParallelConf
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+
+
+def shard_dim(shape: Sequence[int], ranks: int) -> int:
+    """The dimension along which `ranks` data ranks share a parameter of this shape.
+
+    Dim 0, unless that leaves ranks without a row: 4 experts on 16 ranks. Then it is the first dim that the ranks divide
+    (FSDP2 cuts no other dim unevenly), and dim 0 if they divide none.
+    """
+    rows = -(-shape[0] // ranks)
+    if rows * (ranks - 1) < shape[0]:
+        return 0
+    return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
 
 
 def holds_whole(dp_cp: int, edp: int) -> tuple[bool, bool]:
@@ -138,7 +159,7 @@ def local(tensor: Tensor) -> Tensor:
 def rectangle(name: str, tensor: Tensor, info: ShardInfo) -> Rectangle:
     """This rank's rectangle of a parameter, buffer or optimizer moment, clipped to the global shape.
 
-    FSDP cuts dim 0 of what tensor and expert parallelism have left; rows of vocabulary padding fall away.
+    FSDP cuts what tensor and expert parallelism have left along `shard_dim`; rows of vocabulary padding fall away.
     """
     offsets = list(info.offsets)
     if isinstance(tensor, DTensor):

@@ -26,7 +26,7 @@ from megatron_glm.parallel.fsdp import rectangle
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.shard import Rectangle
 from megatron_glm.training.logging import log
-from megatron_glm.training.optimizer import MOMENTS, trained_parameters
+from megatron_glm.training.optimizer import MOMENTS, AdamW, trained_parameters
 
 FINGERPRINT_PACKS = 16  # packs that tell one set of data from another
 
@@ -58,7 +58,7 @@ class Saver:
         self,
         config: RunConfig,
         chunks: Sequence[GLMChunk],
-        optimizer: torch.optim.Optimizer,
+        optimizer: AdamW,
         groups: ParallelGroups,
         progress: Progress,
         data: MicroBatches,
@@ -101,7 +101,7 @@ class Saver:
         state = {
             "consumed_samples": progress.consumed_samples,
             "run_id": progress.run_id,
-            "optimizer_steps": optimizer_steps(self.optimizer),
+            "optimizer_steps": self.optimizer.steps,
             "adam_moments_dtype": self.config.optimizer.adam_moments_dtype,
             **self.data_order,
         }
@@ -193,7 +193,7 @@ def refuse_not_finite(rectangles: Sequence[Rectangle]) -> None:
 def load_checkpoint(
     config: RunConfig,
     chunks: Sequence[GLMChunk],
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: AdamW | None,
     groups: ParallelGroups,
     data: MicroBatches | None = None,
 ) -> Progress:
@@ -233,8 +233,7 @@ def load_checkpoint(
             if was != now:
                 what += f", whose moments were {was} and are {now} from here on"
             rectangles += optimizer_rectangles(chunks, optimizer)
-            for moments in optimizer.state.values():
-                moments["step"].fill_(state["optimizer_steps"])
+            optimizer.set_steps(state["optimizer_steps"])
     sharded.load(folder, iteration, rectangles, groups.checkpoint)
     log(f"loaded iteration {iteration} of {folder} ({what})")
     return progress
@@ -298,11 +297,6 @@ def fingerprint(data: MicroBatches) -> str:
     return f"{crc:08x}"
 
 
-def optimizer_steps(optimizer: torch.optim.Optimizer) -> int:
-    """Steps that the moments have seen: iterations less the skipped ones, counted anew with a fresh optimizer."""
-    return int(next(iter(optimizer.state.values()))["step"])
-
-
 def model_rectangles(chunks: Sequence[GLMChunk]) -> list[Rectangle]:
     """This rank's part of every parameter and persistent buffer."""
     return [
@@ -310,7 +304,7 @@ def model_rectangles(chunks: Sequence[GLMChunk]) -> list[Rectangle]:
     ]
 
 
-def optimizer_rectangles(chunks: Sequence[GLMChunk], optimizer: torch.optim.Optimizer) -> list[Rectangle]:
+def optimizer_rectangles(chunks: Sequence[GLMChunk], optimizer: AdamW) -> list[Rectangle]:
     """This rank's part of AdamW's moments, each cut as its parameter."""
     return [
         rectangle(f"optimizer.{moment}.{name}", optimizer.state[parameter][moment], shard)

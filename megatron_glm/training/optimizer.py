@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,9 +26,18 @@ class AdamW(torch.optim.AdamW):
     On CUDA one pass does it all, copies of the masters included.
     """
 
+    steps = 0  # that the moments have seen: iterations less the skipped ones, counted anew with a fresh optimizer
+
+    def set_steps(self, steps: int) -> None:
+        """Go on after `steps` steps; the moments are loaded apart from this."""
+        self.steps = steps
+        for moments in self.state.values():
+            moments["step"].fill_(steps)
+
     @torch.no_grad()
     def step(self, scale: float = 1.0) -> None:
         """Update with scale * gradient, which is what the gradients are afterwards, or still unscaled on CUDA."""
+        self.steps += 1
         groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
         parameters = [parameter for _, members in groups for parameter in members]
         if not parameters:
@@ -70,7 +79,7 @@ def build_optimizer(chunks: Iterable[nn.Module], config: OptimizerConfig) -> Ada
     Vectors (norms, biases) have no weight decay. One parameter group holds parameters of one mesh (experts are sharded
     over another than the rest) because the fused kernel takes a list of one mesh only.
     """
-    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {(False, False): []}  # a stage may have nothing to train
     for _, parameter, shard in trained_parameters(chunks):
         groups.setdefault((shard.expert, len(shard.global_shape) > 1), []).append(parameter)
     optimizer = AdamW(
@@ -100,7 +109,7 @@ def trained_parameters(chunks: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Pa
 
 
 @torch.no_grad()
-def gradient_squares(chunks: Iterable[nn.Module]) -> tuple[list[str], Tensor]:
+def gradient_squares(chunks: Sequence[nn.Module]) -> tuple[list[str], Tensor]:
     """Names [n], and this rank's share of the squared L2 norm of each one's gradient: fp64 [n]; the ranks' sum counts.
 
     A rank adds the squares of its own shard divided by the number of ranks that hold the same shard, so that a
@@ -112,7 +121,12 @@ def gradient_squares(chunks: Iterable[nn.Module]) -> tuple[list[str], Tensor]:
             names.append(name)
             gradients.append(local(parameter.grad))
             weights.append(1.0 / math.prod(group.size() for group in shard.replica_groups))
-    squares = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)).double().square()
+    if not names:  # nothing of this stage is trained
+        device = next(parameter.device for chunk in chunks for parameter in chunk.parameters())
+        return names, torch.zeros(0, dtype=torch.float64, device=device)
+    # On a CPU torch adds the squares one after the other: in fp32 the norm of 1e7 elements was off by 4e-4.
+    dtype = torch.float32 if gradients[0].is_cuda else torch.float64
+    squares = torch.stack(torch._foreach_norm(gradients, dtype=dtype)).double().square()
     return names, squares * torch.tensor(weights, dtype=torch.float64, device=squares.device)
 
 

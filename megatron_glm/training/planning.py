@@ -18,7 +18,7 @@ from torch import nn
 from megatron_glm.config import KernelConfig, ModelConfig, ParallelConfig, RunConfig
 from megatron_glm.model.glm import GLMChunk
 from megatron_glm.ops.sparse_mla import PART_BYTES, sums_in_order
-from megatron_glm.parallel.fsdp import holds_whole
+from megatron_glm.parallel.fsdp import holds_whole, shard_dim
 from megatron_glm.parallel.grid import GROUP_AXES, Grid, check_layout
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.pipeline.layout import PipelineLayout, Stage, build_layout, stage_costs
@@ -82,13 +82,14 @@ class Unit:
         return self.trained_elements + sum(map(math.prod, self.frozen))
 
     def shard(self, index: int, size: int) -> tuple[int, int]:
-        """(trained, frozen) elements that rank `index` of `size` holds: chunks of ceil(rows / size) along dim 0."""
+        """(trained, frozen) elements that rank `index` of `size` holds: chunks of ceil(rows / size) along one dim."""
         return tuple(sum(_shard(shape, index, size) for shape in shapes) for shapes in (self.trained, self.frozen))
 
 
 def _shard(shape: tuple[int, ...], index: int, size: int) -> int:
-    rows = -(-shape[0] // size)
-    return max(0, min(rows, shape[0] - index * rows)) * math.prod(shape[1:])
+    dim = shard_dim(shape, size)
+    rows = -(-shape[dim] // size)
+    return max(0, min(rows, shape[dim] - index * rows)) * (math.prod(shape) // shape[dim])
 
 
 @cache

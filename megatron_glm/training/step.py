@@ -209,13 +209,14 @@ def first_not_finite(chunks: Sequence[GLMChunk], losses: Sequence[Tensor], group
 def count(
     batches: Sequence[PackedBatch], groups: ParallelGroups, config: RunConfig, requests: Requests = NO_REQUESTS
 ) -> StepCounts:
-    """Counts of the whole step, and what any rank requests: one all-reduce of host integers."""
+    """Counts of the whole step, and what any rank requests: one all-reduce on the host."""
     lengths = [length for batch in batches for length in batch.doc_lengths]
     mine = [sum(batch.loss_tokens for batch in batches), sum(lengths), training_flops(config.model, lengths)]
     speaks = groups.tp_cp.rank() == 0 and groups.pp.rank() == 0  # the ranks of one replica have the same batches
-    totals = torch.tensor([*(mine if speaks else [0, 0, 0]), *requests], dtype=torch.int64)
+    # fp64, because FLOPs pass 2^63 from 248 packs of 131,072 tokens on; they are rounded. Tokens are exact up to 2^53.
+    totals = torch.tensor([*(mine if speaks else [0, 0, 0]), *requests], dtype=torch.float64)
     dist.all_reduce(totals, group=groups.gloo_world)
-    loss_tokens, tokens, flops, *asked = totals.tolist()
+    loss_tokens, tokens, flops, *asked = map(int, totals.tolist())
     return StepCounts(loss_tokens, tokens, flops, Requests(*asked))
 
 

@@ -18,13 +18,13 @@ pytestmark = pytest.mark.timeout(900)  # the first case of a world size runs all
 
 
 def layout(tp=1, cp=1, ep=1, pp=1, vp=1, kind="short", **changes) -> tuple[str, ParallelConfig]:
-    layers = LAYERS[kind][0]
+    layers, by_size = LAYERS[kind][0], pp > 1 and "pipeline_model_parallel_layout" not in changes
     return kind, ParallelConfig(
         tensor_model_parallel_size=tp,
         context_parallel_size=cp,
         expert_model_parallel_size=ep,
         pipeline_model_parallel_size=pp,
-        num_layers_per_virtual_pipeline_stage=layers // (pp * vp) if pp > 1 else None,
+        num_layers_per_virtual_pipeline_stage=layers // (pp * vp) if by_size else None,
         sequence_parallel=tp > 1,
         **changes,
     )
@@ -60,6 +60,7 @@ GRID = {
         "cp4": layout(kind="few", cp=4),
         "ep4": layout(ep=4),
         "pp4": layout(pp=4),
+        "pp4 with a stage that trains nothing": layout(pp=4, pipeline_model_parallel_layout="Ettt|t|m|L"),
         "pp4 vp2": layout(pp=4, vp=2, kind="deep"),
         "pp4 vp3": layout(pp=4, vp=3, kind="deep"),
         "dp2 tp2": layout(kind="few", tp=2),

@@ -1,6 +1,7 @@
 """One optimizer step of a tiny model: nothing depends on how the step is cut, and what is frozen stays."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,13 +17,14 @@ from megatron_glm.config import (
     TrainConfig,
 )
 from megatron_glm.data.packing import build_batch
+from megatron_glm.flops import training_flops
 from megatron_glm.model.plan import AttentionPlan, has_sparse_rows
 from megatron_glm.parallel import fsdp
 from megatron_glm.parallel.fsdp import local
 from megatron_glm.training.evaluate import evaluate
 from megatron_glm.training.initialize import build_chunks, initialize
 from megatron_glm.training.optimizer import build_optimizer
-from megatron_glm.training.step import run_micro_batches, train_step
+from megatron_glm.training.step import count, run_micro_batches, train_step
 
 SEQ = 24
 MODEL = ModelConfig.from_hf(
@@ -187,8 +189,8 @@ def test_routing_counts_are_exact_and_move_the_bias(groups, recompute):
     assert len(routers) == 2
     tokens = sum(len(ids) for pack in packs() for ids, _ in pack)
     counts = [router.counts.clone() for router in routers]
-    for count in counts:
-        assert count.dtype == torch.int64 and count.sum() == tokens * MODEL.num_experts_per_tok
+    for routed in counts:
+        assert routed.dtype == torch.int64 and routed.sum() == tokens * MODEL.num_experts_per_tok
 
     chunks = build_chunks(config, groups)
     train_step(chunks, list(batches(2)), Recorder(chunks), groups, config, 0.0)
@@ -275,3 +277,13 @@ def test_every_stage_knows_whether_a_selection_is_coming(dense_rows):
     for lengths in ((), (1,), (4,), (5,), (4, 4), (2, 5)):
         plan = AttentionPlan.build(MODEL, lengths, SEQ, dense_rows=dense_rows)
         assert has_sparse_rows(MODEL, lengths, dense_rows) == (plan.sparse is not None)
+
+
+def test_counts_of_a_long_context_step_do_not_overflow(groups):
+    """300 packs of 131,072 tokens are 1.1e19 FLOPs, above 2^63 = 9.2e18; the counts of tokens stay exact."""
+    config = run_config(model=ModelConfig.from_hf("glm5.2"))
+    one, packs = 131_072, 300
+    counted = count([SimpleNamespace(doc_lengths=(one,), loss_tokens=one - 1)] * packs, groups, config)
+    assert (counted.tokens, counted.loss_tokens) == (packs * one, packs * (one - 1))
+    assert counted.flops == pytest.approx(packs * training_flops(config.model, [one]), rel=1e-12)
+    assert counted.flops > 2**63
