@@ -194,9 +194,9 @@ def test_routing_counts_are_exact_and_move_the_bias(groups, recompute):
 
     chunks = build_chunks(config, groups)
     train_step(chunks, list(batches(2)), Recorder(chunks), groups, config, 0.0)
-    for router, count in zip(chunks[0].routers(), counts, strict=True):
-        mean = count.double().mean()
-        expected = rate * torch.sign(mean - count.double())
+    for router, routed in zip(chunks[0].routers(), counts, strict=True):
+        mean = routed.double().mean()
+        expected = rate * torch.sign(mean - routed.double())
         assert torch.equal(router.e_score_correction_bias.double(), expected) and expected.any()
         assert not router.counts.any()
 
