@@ -89,11 +89,21 @@ drop() {
   args=("${kept[@]}")
 }
 
+# holds_checkpoints FOLDER: whether a save was completed there, even if the pointer to it is lost.
+holds_checkpoints() {
+  local found
+  if [ -e "$1/latest_checkpointed_iteration.txt" ]; then return; fi
+  for found in "$1"/iter_[0-9][0-9][0-9][0-9][0-9][0-9][0-9]; do
+    if [ -d "$found" ] && [ ! -e "$found/.pending" ]; then return; fi
+  done
+  return 1
+}
+
 # The flags of the run -> `args`: the recipe, what SCALE=tiny changes, the command line.
 collect() {
   local load=(--load "$CHECKPOINT")
   if [ "$CHECKPOINT" = none ] && [ "$program" = pretrain_glm.py ]; then load=(); fi
-  if [ -e "$SAVE/latest_checkpointed_iteration.txt" ] && [ "$SCALE" = full ]; then
+  if [ "$SCALE" = full ] && holds_checkpoints "$SAVE"; then
     say "SAVE holds a checkpoint: going on from there"
     load=(--load "$SAVE")
   fi
@@ -116,25 +126,29 @@ collect() {
 
 # The checkpoint's files -> `problems`, with what to do.
 check_checkpoint() {
-  local values load iteration download="hf download $HF_MODEL --local-dir hf/${HF_MODEL#*/}"
+  local values load folder download="hf download $HF_MODEL --local-dir hf/${HF_MODEL#*/}"
   values_of --load
   if [ ${#values[@]} = 0 ]; then return; fi # from scratch
   load=${values[0]}
-  if [ ! -e "$load/latest_checkpointed_iteration.txt" ]; then
+  if [[ ! $load =~ iter_[0-9]{7}/?$ ]] && ! holds_checkpoints "$load"; then
     problems+=("$load holds no checkpoint. Set CHECKPOINT to a converted one, or download the model and convert it
   ($HF_MODEL-FP8 is half the size and does too):
     $download
     python tools/convert_hf.py --from-hf hf/${HF_MODEL#*/} --save $load")
     return
   fi
+  values_of --ckpt-step
+  if ! folder=$(PYTHONPATH=$root "$python" -m megatron_glm.config.iterations "$load" "${values[@]}" 2>&1); then
+    problems+=("$folder")
+    return
+  fi
   values_of --tokenizer-model
-  printf -v iteration 'iter_%07d' "$((10#$(<"$load/latest_checkpointed_iteration.txt")))"
-  if [ "$program" = finetune_glm.py ] && [ ${#values[@]} = 0 ] && [ ! -e "$load/$iteration/hf/tokenizer.json" ]; then
-    problems+=("$load/$iteration/hf/tokenizer.json is missing. Download the tokenizer and name its folder:
+  if [ "$program" = finetune_glm.py ] && [ ${#values[@]} = 0 ] && [ ! -e "$folder/hf/tokenizer.json" ]; then
+    problems+=("$folder/hf/tokenizer.json is missing. Download the tokenizer and name its folder:
     $download tokenizer.json tokenizer_config.json chat_template.jinja
     bash $0 --tokenizer-model hf/${HF_MODEL#*/}")
   fi
-  check_model "$load/$iteration/hf/config.json"
+  check_model "$folder/hf/config.json"
 }
 
 # json_number KEY FILE -> stdout, nothing if it is not there.

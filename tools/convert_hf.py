@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed, too
 
 from megatron_glm.config.flags import Parser  # noqa: E402
+from megatron_glm.config.iterations import is_complete, iteration_folder, start  # noqa: E402
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -64,11 +65,11 @@ def parse_arguments() -> argparse.Namespace:
 
 def open_source(arguments: argparse.Namespace) -> convert.Import | convert.Export:
     """The conversion, checked from headers and metadata."""
-    from megatron_glm.checkpoint import convert, hf, sharded
+    from megatron_glm.checkpoint import convert, hf
 
     if arguments.from_hf is not None:
         return convert.Import(hf.HFCheckpoint(arguments.from_hf, arguments.dry_run), arguments.save)
-    folder = sharded.latest_folder(arguments.load) or arguments.load
+    folder = arguments.load if is_complete(arguments.load) else iteration_folder(*start(arguments.load))
     return convert.Export(folder, arguments.max_shard_size or UNITS["GB"] * 5, arguments.fp8_block_quantize)
 
 

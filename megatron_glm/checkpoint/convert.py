@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..config import iterations
 from ..config.model import ModelConfig
 from ..config.quantization import EXPORT_BLOCK
 from . import hf, sharded
@@ -28,10 +29,12 @@ class Import:
     """
 
     def __init__(self, checkpoint: hf.HFCheckpoint, folder: Path) -> None:
-        if (newest := sharded.latest(folder)) is not None:
-            raise ValueError(f"{folder} already holds a checkpoint of iteration {newest}: choose another folder")
+        if iterations.any_saved(folder):
+            found = iterations.saved(folder)
+            held = f"checkpoints of iterations {', '.join(map(str, found))}" if found else iterations.LATEST_NAME
+            raise ValueError(f"{folder} already holds {held}: choose another folder")
         self.checkpoint, self.folder = checkpoint, folder
-        self.target = sharded.iteration_folder(folder, 0)
+        self.target = iterations.iteration_folder(folder, 0)
         self.chunks = []
         for name, (shape, dtype) in checkpoint.shapes.items():
             for offsets, sizes in cut(shape, dtype.itemsize):
@@ -58,7 +61,7 @@ class Import:
             [source / "config.json", *{entry.file for entry in self.checkpoint.source.entries.values()}]
         )
         produce(self.target, settings, self.files(run), run, self._complete)
-        latest = self.folder / sharded.LATEST_NAME
+        latest = self.folder / iterations.LATEST_NAME
         sharded.together(run.group, lambda: None, lambda _: write_durably(latest, b"0"))
         if rounded := self.checkpoint.rounded:
             key, dtype = next(iter(rounded.items()))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from ..config import iterations
 from ..config.model import ModelConfig
 from . import hf, sharded
 from .files import UNFINISHED
@@ -44,15 +45,17 @@ def inspect(folder: Path, data: bool, show: Callable[[str], object]) -> None:
     if (folder / INDEX_NAME).is_file() or (folder / SINGLE_NAME).is_file():
         _inspect_hf(folder, data, show)
         return
-    iterations = sorted(path.name for path in folder.glob(sharded.ITERATIONS))
-    latest = sharded.latest(folder)
-    if iterations or latest is not None:
-        show(f"checkpoints  {', '.join(iterations) or 'none'}; the latest is of iteration {latest}")
+    there = sorted(path.name for path in folder.glob(iterations.ITERATIONS))
+    if there or (folder / iterations.LATEST_NAME).exists():
+        show(f"checkpoints  {', '.join(there) or 'none'}")
         for path in sorted(folder.glob("*" + UNFINISHED)):
             show(f"unfinished   {path.name}")
-        if latest is None:
-            raise ValueError(f"{folder} has no {sharded.LATEST_NAME}: no save in it was completed")
-        folder = sharded.latest_folder(folder)
+        if (fault := iterations.pointer_fault(folder)) is not None:
+            raise ValueError(f"{fault}: inspect one iter_… folder")
+        if (latest := iterations.latest(folder)) is None:
+            raise ValueError(f"{folder} has no {iterations.LATEST_NAME}: no save in it was completed")
+        show(f"latest       iteration {latest}")
+        folder = iterations.iteration_folder(folder, latest)
     reader = sharded.Reader(folder)
     config = ModelConfig.from_hf(folder / "config.json")
     _show_model(config, show)

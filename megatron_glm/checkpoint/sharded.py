@@ -10,7 +10,8 @@ Each rank writes rectangles of them and reads other rectangles, so that any layo
 group of all ranks that take part (the training groups stay free), or None for this process alone.
 
 What a crash leaves: `iter_….tmp` is half written (or half removed), is never read and goes at the next start; an
-`iter_…` above latest_checkpointed_iteration.txt is whole, but counts as not saved and is replaced when its turn comes.
+`iter_…` with the mark `.pending` is whole, but its name never reached latest_checkpointed_iteration.txt: it counts as
+not saved and is replaced when its turn comes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import json
 import math
 import mmap
 import pickle
-import re
 import shutil
 import zipfile
 import zlib
@@ -35,44 +35,26 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
+from ..config.iterations import ITERATIONS, LATEST_NAME, PENDING, iteration_folder, latest
 from ..config.model import ModelConfig
 from ..parallel.shard import Rectangle
 from . import archives
 from .chunks import Chunk, Piece, StoredChunks, describe, pieces_of, require, span
-from .files import UNFINISHED, BackgroundSync, copy_side_files, naming, remove_folder, staged_folder, write_durably
+from .files import (
+    UNFINISHED,
+    BackgroundSync,
+    copy_side_files,
+    naming,
+    remove_folder,
+    staged_folder,
+    sync,
+    write_durably,
+)
 
 FILE_BYTES = 512 << 20  # one file of a writer is synced while the next is written
-LATEST_NAME = "latest_checkpointed_iteration.txt"
-ITERATIONS = "iter_" + "[0-9]" * 7
 CHECKSUM_BYTES = 4  # behind the pickle of .metadata, where torch does not look
 
 T = TypeVar("T")
-
-
-def iteration_folder(folder: Path, iteration: int) -> Path:
-    return folder / f"iter_{iteration:07d}"
-
-
-def latest(folder: Path) -> int | None:
-    """The iteration of the last complete checkpoint in `folder`; None without any."""
-    file = folder / LATEST_NAME
-    if not file.is_file():
-        return None
-    text = file.read_bytes().strip().decode(errors="backslashreplace")
-    if not re.fullmatch("[0-9]+", text):
-        raise ValueError(f"{file} holds {text!r}, it should hold an iteration number")
-    return int(text)
-
-
-def latest_folder(folder: Path) -> Path | None:
-    """The folder of the last complete checkpoint in `folder`. Raises ValueError if that is named, but not there."""
-    if (iteration := latest(folder)) is None:
-        return None
-    found = iteration_folder(folder, iteration)
-    if not found.is_dir():
-        there = ", ".join(sorted(path.name for path in folder.glob(ITERATIONS))) or "none"
-        raise ValueError(f"{folder / LATEST_NAME} names {found.name}, which is missing; there: {there}")
-    return found
 
 
 def read_state(folder: Path, iteration: int) -> dict[str, Any]:
@@ -96,16 +78,22 @@ def remove_unfinished(folder: Path) -> None:
     """Removes what killed saves left in `folder`; nothing may be saving there."""
     for left in folder.glob("iter_*" + UNFINISHED):
         shutil.rmtree(left)
+    for mark in folder.glob(f"{ITERATIONS}/{PENDING}"):
+        if int(mark.parent.name.removeprefix("iter_")) <= (latest(folder) or 0):
+            mark.unlink()
 
 
-def remove_old(folder: Path, keep: int) -> None:
+def remove_old(folder: Path, keep: int, retain: int | None = None) -> None:
     """Removes all but the last `keep` checkpoints up to the latest; a converted one (iteration 0) stays.
 
+    retain: iterations that this divides stay, too.
     Raises: OSError naming the first that could not be removed; the others are.
     """
     iterations = sorted(int(path.name[5:]) for path in folder.glob(ITERATIONS))
     errors = []
     for iteration in [i for i in iterations if 0 < i <= latest(folder)][:-keep]:
+        if retain is not None and iteration % retain == 0:
+            continue
         try:
             remove_folder(iteration_folder(folder, iteration))
         except OSError as error:
@@ -158,8 +146,11 @@ def save(
 
         def finish(parts: list[list[Written]]) -> None:
             write_metadata(staging, metadata, [chunk for part in parts for chunk in part], state, config, hf_files)
+            (staging / PENDING).touch()
             stack.close()
             write_durably(folder / LATEST_NAME, str(iteration).encode())
+            (target / PENDING).unlink()
+            sync(target)
 
         together(group, lambda: [chunk.piece for chunk in chunks], begin)
         together(group, write, finish)

@@ -26,6 +26,7 @@ from . import (
     TrainConfig,
     flag_name,
 )
+from .iterations import iteration_folder, start
 
 DataSection = type[DataConfig] | type[PretrainDataConfig]
 
@@ -162,7 +163,7 @@ def resolve(flags: argparse.Namespace, data: DataSection = DataConfig) -> RunCon
         for name, section in (SECTIONS | {"data": data}).items()
     }
     load, source = sections["checkpoint"].load, given.get("hf_config")
-    checkpoint = None if load is None else _latest_checkpoint(load)
+    checkpoint = None if load is None else iteration_folder(*start(load, sections["checkpoint"].ckpt_step))
     weights = sections["checkpoint"].load_hf
     if weights is not None and not (Path(weights) / "config.json").is_file():
         raise ValueError(f"--load-hf {weights}: the folder holds no model (config.json is missing)")
@@ -196,23 +197,6 @@ def _require_same_model(source: str, flag: str, checkpoint: Path, overrides: dic
                 f"{flag} {checkpoint} is of another model: its {field.name} is {theirs}, that of --hf-config {source} "
                 f"is {ours}; load the right one, or leave --hf-config out"
             )
-
-
-def _latest_checkpoint(load: str) -> Path:
-    tracker = Path(load) / "latest_checkpointed_iteration.txt"
-    if not tracker.is_file():
-        raise ValueError(
-            f"--load {load}: the folder holds no checkpoint ({tracker.name} is missing); tools/convert_hf.py makes one "
-            "of a Hugging Face folder"
-        )
-    text = tracker.read_bytes().strip().decode(errors="backslashreplace")
-    if not (text.isascii() and text.isdecimal()):
-        raise ValueError(f"--load {load}: {tracker.name} holds {text!r}, it should hold an iteration number")
-    folder = Path(load) / f"iter_{int(text):07d}"
-    if not folder.is_dir():
-        there = ", ".join(sorted(path.name for path in Path(load).glob("iter_*"))) or "none"
-        raise ValueError(f"--load {load}: {tracker.name} names {folder.name}, which is missing; there: {there}")
-    return folder
 
 
 def _add_flag(group: Any, flag: str, field: dataclasses.Field, hint: Any) -> None:

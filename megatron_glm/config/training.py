@@ -68,28 +68,48 @@ class OptimizerConfig(Section):
 @dataclass(frozen=True)
 class CheckpointConfig(Section):
     save: str | None = option(None, "folder to write checkpoints to")
-    load: str | None = option(None, "folder to load the latest checkpoint from; a converted one is iteration 0")
+    load: str | None = option(
+        None, "folder to load the latest checkpoint from, or one iter_… in it; a converted one is iteration 0"
+    )
+    ckpt_step: int | None = option(None, "load this iteration of --load instead of the latest", minimum=0)
     load_hf: str | None = option(None, "Hugging Face folder to start from, without a converted checkpoint")
     save_interval: int | None = option(None, "iterations between checkpoints (default: only at the end)")
     async_save: bool = option(False, "write checkpoints from a copy in host memory while training goes on")
     keep_last: int | None = option(None, "checkpoints to keep, older ones are removed (default: all)")
+    save_retain_interval: int | None = option(
+        None,
+        "keep each checkpoint whose iteration this divides, a multiple of --save-interval, beside the last --keep-last "
+        "(default with it: 1)",
+    )
+    no_save_optim: bool = option(False, "save the weights only: a third of the size; resuming starts a fresh optimizer")
     save_failure: Literal["stop", "continue"] = option(
         "stop", "when a checkpoint cannot be written (the one before stays): end the run, or report it and train on"
     )
     finetune: bool = option(False, "load the weights only: fresh optimizer, iteration 0")
     no_load_optim: bool = option(False, "continue at the checkpoint's iteration and data with a fresh optimizer")
 
+    @property
+    def kept(self) -> int | None:
+        """How many of the last checkpoints stay; None: all."""
+        return 1 if self.keep_last is None and self.save_retain_interval is not None else self.keep_last
+
     def check(self) -> None:
         """Refuses flags that another one is missing for."""
-        for name in ("save_interval", "async_save", "keep_last"):
+        for name in ("save_interval", "async_save", "keep_last", "save_retain_interval", "no_save_optim"):
             if getattr(self, name) and self.save is None:
                 value = getattr(self, name)
                 raise ValueError(f"{flag_name(name)}{'' if value is True else f' {value}'} needs --save")
+        if self.save_retain_interval is not None:
+            if self.save_interval is None:
+                raise ValueError(f"--save-retain-interval {self.save_retain_interval} needs --save-interval")
+            require_multiple("--save-retain-interval", self.save_retain_interval, "--save-interval", self.save_interval)
         if self.load is not None and self.load_hf is not None:
             raise ValueError(f"--load {self.load} and --load-hf {self.load_hf} both set the weights: give one")
         for name in ("finetune", "no_load_optim"):
             if getattr(self, name) and self.load is None:
                 raise ValueError(f"{flag_name(name)} needs --load")
+        if self.ckpt_step is not None and self.load is None:
+            raise ValueError(f"--ckpt-step {self.ckpt_step} needs --load")
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from megatron_glm.checkpoint import sharded
+from megatron_glm.checkpoint.files import write_durably
 from megatron_glm.checkpoint.hf import HFCheckpoint
-from megatron_glm.config import PretrainDataConfig, RunConfig, flag_name
+from megatron_glm.config import PretrainDataConfig, RunConfig, flag_name, iterations
 from megatron_glm.data.loader import MicroBatches
 from megatron_glm.data.pretraining import Blend
 from megatron_glm.model.glm import GLMChunk
@@ -103,15 +104,22 @@ class Saver:
             "run_id": progress.run_id,
             "optimizer_steps": self.optimizer.steps,
             "adam_moments_dtype": self.config.optimizer.adam_moments_dtype,
+            "no_save_optim": self.config.checkpoint.no_save_optim,
             **self.data_order,
         }
-        rectangles = model_rectangles(self.chunks) + optimizer_rectangles(self.chunks, self.optimizer)
+        rectangles = self.rectangles()
         if self.config.checkpoint.async_save:
             rectangles = self.host_copy.take(rectangles)
             self.pending = self.thread.submit(self._write, progress.iteration, rectangles, state)
         else:
             with self._failures():
                 self._write(progress.iteration, rectangles, state)
+
+    def rectangles(self) -> list[Rectangle]:
+        """What this rank has of all that is saved."""
+        weights = model_rectangles(self.chunks)
+        without = self.config.checkpoint.no_save_optim
+        return weights if without else weights + optimizer_rectangles(self.chunks, self.optimizer)
 
     def wait(self) -> None:
         """Wait for the save in the background, if there is one.
@@ -130,11 +138,12 @@ class Saver:
         log(f"saved iteration {iteration} to {self.folder}")
         if self.hf_files is not None:
             self.hf_files = sharded.iteration_folder(self.folder, iteration) / "hf"  # where it came from may be removed
-        if (keep := config.checkpoint.keep_last) is not None:
+        if (keep := config.checkpoint.kept) is not None:
+            retain = config.checkpoint.save_retain_interval
             try:
-                sharded.together(group, lambda: None, lambda _: sharded.remove_old(self.folder, keep))
+                sharded.together(group, lambda: None, lambda _: sharded.remove_old(self.folder, keep, retain))
             except (OSError, ValueError) as error:  # the new one is whole: nothing is lost but room
-                log(f"warning: older checkpoints than --keep-last {keep} are not removed: {error}")
+                log(f"warning: checkpoints older than the last {keep} are not removed: {error}")
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
@@ -150,13 +159,26 @@ class Saver:
 
     def _prepare(self, iteration: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        latest = sharded.latest(self.folder)
-        if latest is not None and latest > iteration:
-            raise ValueError(
-                f"--save {self.folder} already holds iteration {latest}, this run starts after {iteration}: "
-                "resume with --load, or choose another folder"
-            )
+        check_checkpoints(self.config, iteration)
+        if iterations.pointer_fault(self.folder) is not None:  # the run goes on from the last one, which it names
+            write_durably(self.folder / iterations.LATEST_NAME, str(iteration).encode())
+            log(f"{self.folder / iterations.LATEST_NAME} now names iteration {iteration}")
         sharded.remove_unfinished(self.folder)
+
+
+def check_checkpoints(config: RunConfig, begins: int | None = None) -> None:
+    """What --load and --save hold, before anything is loaded: only names and scalars are read.
+
+    Args:
+        begins: iterations that are done at the start; None: as --load says.
+    Raises: ValueError if --load holds no such iteration or no optimizer, or if the run would replace or pass over what
+        other saves have left in --save.
+    """
+    section = config.checkpoint
+    begins = start_of_run(config).iteration if begins is None else begins
+    source = None if section.load is None else iterations.start(section.load, section.ckpt_step)
+    if section.save is not None:
+        iterations.check_save(Path(section.save), begins, source)
 
 
 class HostCopy:
@@ -213,8 +235,7 @@ def load_checkpoint(
         log(f"loaded {source} (weights only)")
     if config.checkpoint.load is None:
         return Progress()
-    folder = Path(config.checkpoint.load)
-    iteration = sharded.latest(folder)
+    folder, iteration = iterations.start(config.checkpoint.load, config.checkpoint.ckpt_step)
     rectangles, progress = model_rectangles(chunks), Progress()
     what = "weights only"
     if optimizer is not None and (resumed := start_of_run(config)).iteration > 0:
@@ -241,10 +262,18 @@ def load_checkpoint(
 
 def start_of_run(config: RunConfig) -> Progress:
     """Where training begins: at the checkpoint of --load, or anew. Raises ValueError if that is damaged."""
-    load = config.checkpoint.load
-    if load is None or config.checkpoint.finetune or not (iteration := sharded.latest(Path(load))):
+    section = config.checkpoint
+    if section.load is None or section.finetune:
         return Progress()
-    state = run_state(Path(load), iteration)
+    folder, iteration = iterations.start(section.load, section.ckpt_step)
+    if iteration == 0:
+        return Progress()
+    state = run_state(folder, iteration)
+    if state.get("no_save_optim") and not section.no_load_optim:
+        raise ValueError(
+            f"--load {section.load}: iteration {iteration} holds no optimizer state (it was saved with "
+            "--no-save-optim): give --no-load-optim to go on with a fresh one, or --finetune to start a new run"
+        )
     return Progress(iteration, state["consumed_samples"], state["run_id"])
 
 

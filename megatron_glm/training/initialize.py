@@ -20,6 +20,7 @@ from megatron_glm.parallel.fsdp import local, shard_chunk
 from megatron_glm.parallel.grid import check_layout
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.pipeline.layout import PipelineLayout, build_layout
+from megatron_glm.training.checkpointing import check_checkpoints
 from megatron_glm.training.logging import describe, log
 from megatron_glm.training.sinks import require_packages
 
@@ -36,7 +37,7 @@ def initialize(config: RunConfig) -> ParallelGroups:
     """Check the configuration, then start torch.distributed (torchrun, srun or one process) and make the groups.
 
     Raises:
-        ValueError: naming the flags, before any process group exists.
+        ValueError: naming the flags, before any process group exists; or what --load and --save hold.
         OSError: if --save cannot be written, which would show after the weights are loaded, or at the first checkpoint.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -46,6 +47,8 @@ def initialize(config: RunConfig) -> ParallelGroups:
     check_layout(config.parallel, config.model, world_size, config.data.seq_length, micro_batches)
     if config.checkpoint.save is not None:
         require_writable(Path(config.checkpoint.save))
+    if not config.train.eval_only:
+        check_checkpoints(config)
     if torch.cuda.is_available():
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         torch.cuda.set_device(local_rank % torch.cuda.device_count())  # srun may show each process its own GPU only

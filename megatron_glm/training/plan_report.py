@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_glm.config import LARGEST_BF16_BETA, DataConfig, PretrainDataConfig, RunConfig, flag_name
+from megatron_glm.config import LARGEST_BF16_BETA, DataConfig, PretrainDataConfig, RunConfig, flag_name, iterations
 from megatron_glm.config.flags import PLAN_FLAGS, DataSection, refuse, resolve
 from megatron_glm.data.blend import parse_blend
 from megatron_glm.data.pretraining import parse_split
@@ -56,7 +56,7 @@ def planned_config(flags: argparse.Namespace, data: DataSection = DataConfig) ->
     """The configuration of these flags on GPUs, with what a real run would miss filled in, and a warning for each."""
     given, warnings = dict(vars(flags)), []
     load = given.get("load")
-    if load is not None and not Path(load, "latest_checkpointed_iteration.txt").is_file() and "hf_config" in given:
+    if load is not None and not iterations.any_saved(Path(load)) and "hf_config" in given:
         warnings.append(f"--load {load}: the folder holds no checkpoint; convert one with tools/convert_hf.py")
         del given["load"]
     load_hf = given.get("load_hf")

@@ -111,6 +111,7 @@ def test_shape_comes_from_the_checkpoint_unless_hf_config_says_otherwise(tmp_pat
     hf.mkdir(parents=True)
     shape = parse([*TINY, "--num-layers", "4"]).model
     (hf / "config.json").write_text(json.dumps(shape.to_hf()))
+    (hf.parent / ".metadata").touch()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     flags = ["--load", str(tmp_path), *TINY[2:]]
     config = parse(flags)
@@ -184,7 +185,9 @@ def test_a_folder_without_a_readable_checkpoint_is_refused(capsys, tmp_path):
     assert "it should hold an iteration number" in refusal(capsys, "--load", str(tmp_path))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     (tmp_path / "iter_0000004").mkdir()
-    assert "names iter_0000007, which is missing; there: iter_0000004" in refusal(capsys, "--load", str(tmp_path))
+    assert "names iter_0000007, which is missing; complete iterations there: none" in refusal(
+        capsys, "--load", str(tmp_path)
+    )
 
 
 def test_pretraining_has_its_own_data_flags(capsys):

@@ -240,7 +240,7 @@ def test_existing_targets_are_not_overwritten(tmp_path: Path, monkeypatch, capsy
     assert tool(monkeypatch, "--from-hf", tmp_path / "hf", "--save", tmp_path / "ckpt") == 1
     assert tool(monkeypatch, "--load", tmp_path / "ckpt", "--to-hf", tmp_path / "hf") == 1
     errors = capsys.readouterr().err
-    assert f"{tmp_path / 'ckpt'} already holds a checkpoint of iteration 0" in errors
+    assert f"{tmp_path / 'ckpt'} already holds checkpoints of iterations 0: choose" in errors
     assert f"{tmp_path / 'hf'} already exists" in errors
     assert sorted(path.stat().st_mtime_ns for path in (tmp_path / "ckpt").rglob("*")) == before
 

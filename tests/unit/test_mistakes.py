@@ -32,6 +32,11 @@ def trained(**flags) -> None:
     finetune(train_iters=2, save="tuned", **flags)
 
 
+def without_pointer() -> None:
+    trained()
+    Path("tuned/latest_checkpointed_iteration.txt").unlink()
+
+
 def damaged() -> None:
     trained()
     file = next(Path("tuned/iter_0000002").glob("*.distcp"))
@@ -59,6 +64,7 @@ CASES: dict[str, tuple[int, dict, int, Callable[[], None] | None]] = {
     "another model": (2, {"preset": "glm5", "load": "tuned", "train_iters": 1}, 1, trained),
     "another order": (2, {"load": "tuned", "train_iters": 4, "seq_length": 32}, 1, trained),
     "damaged": (2, {"load": "tuned", "train_iters": 4}, 1, damaged),
+    "a lost pointer": (2, {"load": "tuned", "train_iters": 4}, 1, without_pointer),
     "a run is there": (2, {"save": "tuned", "train_iters": 4}, 1, trained),
     "not finite": (1, {"lr": 1e30, "train_iters": 4}, 1, None),
     "not writable": (1, {"save": "train.jsonl/run", "train_iters": 1}, 1, None),

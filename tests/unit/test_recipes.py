@@ -36,12 +36,14 @@ STUBS = {
     # A rank, the planner or a step of SCALE=tiny's preparation, by the script that it is given
     "python": """
 case $1 in
+  -m) exec REAL_PYTHON "$@" ;;
   */quickstart_data.py) touch "$3/train.jsonl" "$3/valid.jsonl" ;;
-  */convert_hf.py) mkdir -p "$5/iter_0000000/hf" && touch "$5/iter_0000000/hf/tokenizer.json"
+  */convert_hf.py) mkdir -p "$5/iter_0000000/hf"
+    touch "$5/iter_0000000/hf/tokenizer.json" "$5/iter_0000000/.metadata"
     echo 0 >"$5/latest_checkpointed_iteration.txt" ;;
   *) echo "world ${WORLD_SIZE:-} rank ${SLURM_PROCID:-} master ${MASTER_ADDR:-}"; printf '%s\\n' "$@"
     exit "${RANK_CODE:-0}" ;;
-esac""",
+esac""".replace("REAL_PYTHON", sys.executable),
     "scontrol": 'if [ "$1" = show ]; then printf "node0\\nnode1\\n"; else echo "$@" >>"$BOX/scontrol.args"; fi',
     # 2 nodes x 4 ranks; the highest exit code is srun's
     "srun": """
@@ -71,6 +73,7 @@ def checkpoint(folder: Path, iteration: int) -> None:
     hf = folder / f"iter_{iteration:07d}" / "hf"
     hf.mkdir(parents=True)
     (hf / "tokenizer.json").touch()
+    (hf.parent / ".metadata").touch()
     (folder / "latest_checkpointed_iteration.txt").write_text(f"{iteration}\n")
 
 

@@ -93,8 +93,7 @@ def test_tensorboard_goes_on_after_a_restart(run):
     """The killed run came to iteration 4, its checkpoint is of 2: curves have each iteration once."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run(train_iters=4, save="out", save_interval=2, tensorboard_dir="tb", eval_interval=2)
-    Path("out/latest_checkpointed_iteration.txt").write_text("2")
-    run(preset=None, load="out", train_iters=5, tensorboard_dir="tb", eval_interval=2, lr_decay_iters=4)
+    run(preset=None, load="out/iter_0000002", train_iters=5, tensorboard_dir="tb", eval_interval=2, lr_decay_iters=4)
     events = accumulator.EventAccumulator("tb")
     events.Reload()
     assert [event.step for event in events.Scalars("lm_loss")] == [1, 2, 3, 4, 5]
