@@ -25,7 +25,7 @@ MODEL_ARGS=(--hf-config glm5.2 --bf16 --attention-backend cudnn --recompute-gran
 PARALLEL_ARGS=(--tensor-model-parallel-size 1 --context-parallel-size 1 --pipeline-model-parallel-size 8
   --pipeline-model-parallel-layout auto --expert-model-parallel-size 64
   --moe-token-dispatcher-type hybrid --expert-node-size "$GPUS_PER_NODE"
-  --reshard-after-forward true --reshard-experts-after-forward true)
+  --reshard-after-forward false --reshard-experts-after-forward true)
 read -ra prefixes <<<"$DATA_PATH" # maybe with weights: 0.7 data/a 0.3 data/b
 DATA_ARGS=(--data-path "${prefixes[@]}" --split 989,10,1 --seq-length 4096)
 # 10^12 tokens in 61700 steps; the ramp-up takes the first 2.5 x 10^10

@@ -35,6 +35,9 @@ from megatron_glm.training.activations import (
 
 FP32 = 4
 GIB = 2**30
+# Bytes a second that a GPU sends, taken for every plan: inside a node over NVLink, and over a 400 Gbit/s adapter of its
+# own between nodes.
+NODE_RATE, NETWORK_RATE = 400e9, 50e9
 RESERVE = 5 * GIB  # an assumption: CUDA context and libraries, NCCL's channels of about ten groups, fragmentation
 
 
@@ -320,6 +323,10 @@ class Plan:
             inside = self._inside(axis)
             rows.append((axis, what, total * inside, total * (1 - inside)))
         return rows
+
+    def transfer_seconds(self) -> float:
+        """Seconds of a step that the busiest rank sends at `NODE_RATE` and `NETWORK_RATE`, hidden or not."""
+        return sum(inside / NODE_RATE + between / NETWORK_RATE for _, _, inside, between in self.traffic())
 
     def _inside(self, axis: str) -> float:
         """Share of a rank's peers in the group `axis` that are in its node."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -283,6 +284,26 @@ def test_a_plan_that_does_not_fit_says_what_to_change(capsys):
     assert "twice the ranks (512): " in text and ", fits" in text
     print_plan([*FLAGS, "--nnodes", "32", "--gpu-memory-gb", "140"])
     assert "verdict: fits" in capsys.readouterr().out
+
+
+def test_a_plan_that_fits_says_what_would_send_less(capsys):
+    """The numbers of a line are those of a plan with its flags; a setting that does not fit has no line."""
+
+    def planned(*flags: str) -> tuple[float, float, list[list[str]]]:
+        """Seconds to send, GiB at the peak, and (flags, GiB more, seconds less) of each line."""
+        print_plan([*FLAGS, "--nnodes", "64", "--gpu-memory-gb", "90", *flags])
+        text = capsys.readouterr().out
+        (seconds,), (peak,) = re.findall(r"^  ([\d.]+) s in all", text, re.M), re.findall(r"fits \(([\d.]+)", text)
+        lines = re.findall(r"^  faster: (.+) takes ([\d.]+) GiB more and ([\d.]+) of", text, re.M)
+        return float(seconds), float(peak), lines
+
+    seconds, peak, lines = planned()
+    assert len(lines) == 3 and len(lines[2][0].split()) == 4  # two settings, and both together
+    for flags, more, less in lines:
+        faster, larger, _ = planned(*flags.split())
+        assert larger - peak == pytest.approx(float(more), abs=0.11)
+        assert seconds - faster == pytest.approx(float(less), abs=0.06)
+    assert planned(*lines[2][0].split())[2] == []
 
 
 def test_what_no_single_change_mends_is_mended_by_several(capsys):

@@ -11,6 +11,7 @@ from megatron_glm.config import ModelConfig, PretrainDataConfig, RunConfig
 from megatron_glm.config.flags import build_parser, resolve
 from megatron_glm.parallel.grid import check_layout
 from megatron_glm.training.batch_size import samples_after
+from megatron_glm.training.plan_report import report
 from megatron_glm.training.planning import GIB, Plan
 from tests.unit.test_recipes import ROOT, bash, box, checkpoint  # noqa: F401  (box is a fixture)
 
@@ -47,7 +48,9 @@ def test_the_recipe_trains_on_a_trillion_tokens_from_scratch(data):
     check_layout(parallel, config.model, 512, 4096, config.micro_batches(parallel.data_parallel_size(512)))
     tokens = samples_after(config.train, config.train.train_iters) * config.data.seq_length
     assert tokens == pytest.approx(1e12, rel=0.01)
-    peak = f"{Plan.create(config, 512, 8).peak() / GIB:.1f} GiB of 80 at the peak"
+    plan = Plan.create(config, 512, 8)
+    assert list(report(plan, 80 * GIB))[-1].startswith("verdict: fits")  # and nothing that fits sends less
+    peak = f"{plan.peak() / GIB:.1f} GiB of 80 at the peak"
     assert peak in (ROOT / "docs/pretraining.md").read_text()
 
 
