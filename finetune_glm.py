@@ -5,6 +5,11 @@ With --dry-run (and --nnodes, --nproc-per-node, --gpu-memory-gb) it prints what 
 
 from __future__ import annotations
 
+from megatron_glm import signals
+
+if __name__ == "__main__":
+    signals.install()  # before anything that takes time
+
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 

@@ -5,6 +5,11 @@ With --dry-run (and --nnodes, --nproc-per-node, --gpu-memory-gb) it prints what 
 
 from __future__ import annotations
 
+from megatron_glm import signals
+
+if __name__ == "__main__":
+    signals.install()  # before anything that takes time
+
 from typing import TYPE_CHECKING
 
 from megatron_glm.config import PretrainDataConfig, RunConfig
@@ -33,7 +38,7 @@ def run(config: RunConfig) -> None:
     from megatron_glm.training.evaluate import evaluate
     from megatron_glm.training.initialize import build_chunks, choose_backend, initialize
     from megatron_glm.training.logging import log
-    from megatron_glm.training.loop import batch_shape, train
+    from megatron_glm.training.loop import batch_shape, total_iterations, train
     from megatron_glm.training.optimizer import build_optimizer
 
     config = choose_backend(config)
@@ -47,7 +52,7 @@ def run(config: RunConfig) -> None:
         optimizer = build_optimizer(chunks, config.optimizer)
         progress = load_checkpoint(config, chunks, optimizer, groups, data["train"])
         train(config, chunks, optimizer, data["train"], data.get("valid"), groups, progress)
-        if progress.iteration < config.train.train_iters:
+        if progress.iteration < total_iterations(config, data["train"], progress):
             return
 
     for name in ("valid", "test") if config.train.eval_only else ("test",):
@@ -69,8 +74,11 @@ def datasets(config: RunConfig, groups: ParallelGroups) -> dict[str, MicroBatche
     samples = 0
     if not config.train.eval_only:
         start = start_of_run(config)  # its steps may have had another size
-        left = max(0, config.train.train_iters - start.iteration)
-        samples = max(FINGERPRINT_PACKS, samples_after(config.train, left, start.consumed_samples))
+        samples = config.train.train_samples
+        if samples is None:
+            left = max(0, config.train.train_iters - start.iteration)
+            samples = samples_after(config.train, left, start.consumed_samples)
+        samples = max(FINGERPRINT_PACKS, samples)
     wanted = (samples, None, None)  # None: one epoch, which evaluations begin
     built = build_datasets(config.data, config.model.vocab_size, config.train.seed, *wanted, on_one_rank(groups))
     found = {name: data for name, data in zip(("train", "valid", "test"), built, strict=True) if data is not None}

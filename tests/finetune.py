@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
@@ -11,9 +12,11 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_glm.launch import one_line_errors
 from megatron_glm.training import initialize as initialization
 from tests.distributed import close_groups
 
@@ -101,3 +104,15 @@ def records(file: str | Path) -> list[dict]:
     lines = [json.loads(line) for line in Path(file).read_text().splitlines()]
     assert all(line[key] > 0 for line in lines for key in measured if key in line or "skipped" not in line)
     return [{key: value for key, value in line.items() if key not in measured} for line in lines]
+
+
+def saved(folder: str) -> list[int]:
+    """Iterations of the checkpoints in a folder."""
+    return sorted(int(path.name[5:]) for path in Path(folder).glob("iter_*"))
+
+
+def exit_code(run: Callable[..., None], **flags) -> int:
+    """Of a run that leaves early, with the errors that a user sees."""
+    with keep_default_group(), pytest.raises(SystemExit) as stop, one_line_errors():
+        run(**flags)
+    return stop.value.code

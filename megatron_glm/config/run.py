@@ -47,7 +47,7 @@ class RunConfig:
         """Raises ValueError, naming flags and numbers, unless `world_size` ranks can run this configuration."""
         self.parallel.check(self.model, world_size)
         self.train.check(self.data.seq_length, self.parallel, world_size)
-        self.optimizer.check(self.train.train_iters)
+        self.optimizer.check(self.train.planned_iters)
         self.checkpoint.check()
         self.logging.check(world_size)
         if self.kernels.attention_backend in ("cudnn", "tilelang") and not self.train.bf16:

@@ -123,6 +123,9 @@ class TrainConfig(Section):
     )
     train_iters: int | None = option(None, "optimizer steps in all, resumed ones included")
     train_epochs: int | None = option(None, "passes over the data, instead of --train-iters")
+    train_samples: int | None = option(
+        None, "packs in all, instead of --train-iters: as many whole steps as they fill; schedules stay in iterations"
+    )
     seed: int = option(1234, "seed of the initial weights and the order of the data", minimum=0)
     bf16: bool = option(False, "compute in bfloat16 with fp32 master weights and reductions (default: fp32)")
     eval_interval: int = option(100, "iterations between validations, if there is validation data")
@@ -135,13 +138,28 @@ class TrainConfig(Section):
     on_nan: Literal["stop", "skip"] = option(
         "stop", "when a loss or gradient is not finite: end the run, or leave that step's update out"
     )
+    on_nan_limit: int = option(10, "skipped steps in a row after which --on-nan skip ends the run")
+    manual_gc: bool = option(
+        False, "let Python's garbage collector run between steps only, at the same ones on all ranks"
+    )
+    manual_gc_interval: int = option(0, "iterations between its runs with --manual-gc; 0 = only at the start", 0)
+
+    @property
+    def planned_iters(self) -> int | None:
+        """The optimizer steps in all, where the flags alone say it."""
+        if self.train_samples is not None and not self.rampup_batch_size:
+            return self.train_samples // self.global_batch_size
+        return self.train_iters
+
+    @property
+    def has_length(self) -> bool:
+        return any(length is not None for length in (self.train_iters, self.train_epochs, self.train_samples))
 
     def check(self, tokens_per_pack: int, parallel: ParallelConfig, world_size: int) -> None:
         """Refuses batch sizes that the ranks cannot share equally."""
         if self.seed >= 2**63:
             raise ValueError(f"--seed is {self.seed}; it must be below 2^63")
-        if not self.eval_only and (self.train_iters is None) == (self.train_epochs is None):
-            raise ValueError(f"give one of --train-iters ({self.train_iters}) and --train-epochs ({self.train_epochs})")
+        self._check_length()
         dp, micro = parallel.data_parallel_size(world_size), self.micro_batch_size
         require_multiple(
             "--global-batch-size", self.global_batch_size, "--micro-batch-size x data-parallel ranks", micro * dp
@@ -156,6 +174,19 @@ class TrainConfig(Section):
                 "2 x --context-parallel-size x --tensor-model-parallel-size",
                 2 * cp * tp,
             )
+
+    def _check_length(self) -> None:
+        lengths = {name: getattr(self, name) for name in ("train_iters", "train_epochs", "train_samples")}
+        given = [name for name, length in lengths.items() if length is not None]
+        if len(given) > 1 or not (given or self.eval_only):
+            values = ", ".join(f"{flag_name(name)} ({length})" for name, length in lengths.items())
+            raise ValueError(f"give one of {values}")
+        first_step = (self.rampup_batch_size or (self.global_batch_size,))[0]
+        if self.train_samples is not None and self.train_samples < first_step:
+            flag = "--rampup-batch-size starts at" if self.rampup_batch_size else "--global-batch-size is"
+            raise ValueError(f"--train-samples ({self.train_samples}) are below one step: {flag} {first_step}")
+        if self.manual_gc_interval and not self.manual_gc:
+            raise ValueError(f"--manual-gc-interval {self.manual_gc_interval} needs --manual-gc")
 
     def _check_rampup(self, packs: int) -> None:
         """`packs`: of one micro-batch on every data-parallel rank."""

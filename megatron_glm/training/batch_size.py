@@ -23,10 +23,16 @@ def samples_after(train: TrainConfig, iterations: int, consumed: int = 0) -> int
     return consumed + (iterations - done) * train.global_batch_size
 
 
-def iterations_for(train: TrainConfig, samples: int) -> int:
-    """Steps that consume at least `samples` packs; the last one may reach beyond them."""
-    done, consumed = _ramp(train, samples=samples)
+def iterations_for(train: TrainConfig, samples: int, consumed: int = 0) -> int:
+    """Steps after `consumed` packs that bring them to `samples` or more; the last one may reach beyond."""
+    done, consumed = _ramp(train, samples=samples, consumed=consumed)
     return done + max(0, -(-(samples - consumed) // train.global_batch_size))
+
+
+def iterations_within(train: TrainConfig, samples: int, consumed: int = 0) -> int:
+    """Steps after `consumed` packs that stay within `samples`: --train-samples 10 are 2 steps of 4."""
+    steps = iterations_for(train, samples, consumed)
+    return steps - (samples_after(train, steps, consumed) > max(samples, consumed))
 
 
 def _ramp(

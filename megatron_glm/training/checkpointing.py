@@ -93,6 +93,11 @@ class Saver:
         """The save in the background has ended with an error; ranks see it at different times."""
         return self.pending is not None and self.pending.done() and self.pending.exception() is not None
 
+    @property
+    def saving(self) -> bool:
+        """A save in the background is being written."""
+        return self.pending is not None and not self.pending.done()
+
     def save(self, progress: Progress) -> None:
         """Save the state of now, once; nothing without --save."""
         if self.config.checkpoint.save is None or self.saved == progress.iteration:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_glm import signals
 from megatron_glm.checkpoint import sharded
 from megatron_glm.config import RunConfig
 from megatron_glm.model.glm import GLMChunk
@@ -59,6 +60,7 @@ def initialize(config: RunConfig) -> ParallelGroups:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         if "RANK" in os.environ:
             dist.init_process_group(backend)
+            signals.share(dist.distributed_c10d._get_default_store())
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(config.train.seed)

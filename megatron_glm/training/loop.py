@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+import gc
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 
-from megatron_glm.config import RunConfig
+from megatron_glm import signals
+from megatron_glm.config import RunConfig, TrainConfig
 from megatron_glm.data.loader import MicroBatches
 from megatron_glm.data.packing import PackedBatch
 from megatron_glm.model.glm import GLMChunk
 from megatron_glm.parallel.groups import ParallelGroups
-from megatron_glm.training.batch_size import batch_size, iterations_for
+from megatron_glm.training.batch_size import batch_size, iterations_for, iterations_within
 from megatron_glm.training.checkpointing import Progress, Saver
-from megatron_glm.training.evaluate import evaluate
+from megatron_glm.training.evaluate import LeftOnSignal, evaluate
 from megatron_glm.training.logging import IterationLog, log
 from megatron_glm.training.lr import learning_rate
 from megatron_glm.training.profiling import Profiler
@@ -26,7 +27,7 @@ from megatron_glm.training.sinks import open_sinks
 from megatron_glm.training.step import Requests, StepCounts, count, train_step
 
 START = time.monotonic()  # for --exit-duration-in-mins: when the program imported this
-REQUEUE = 75  # exit code (EX_TEMPFAIL) after a signal: the checkpoint is written, start the same command again
+SAVE_NOW = "save-now"  # a file of this name in --save asks for a checkpoint
 
 
 def train(
@@ -41,49 +42,92 @@ def train(
     """Train from `progress` to the last iteration; what a step does depends on the iteration and the seed alone.
 
     Raises:
-        FloatingPointError: naming the iteration, if a loss or gradient is not finite, with --on-nan stop.
+        FloatingPointError: naming the iteration, if a loss or gradient is not finite, with --on-nan stop, or in too
+            many steps in a row.
         ValueError: before the first step, if --save holds later checkpoints than this run starts from.
         OSError: if a checkpoint cannot be written, with --save-failure stop, or the last one, whatever the flag says.
-        SystemExit: with code REQUEUE, after a signal and a save.
+        SystemExit: after a signal and a save, with its exit code.
     """
-    train_iters = total_iterations(config, data)
-    if progress.iteration >= train_iters:
-        log(f"nothing to train: iteration {progress.iteration} of {train_iters} is reached")
+    first, train_iters = progress.iteration, total_iterations(config, data, progress)
+    if first >= train_iters:
+        log(f"nothing to train: iteration {first} of {train_iters} is reached")
+    skips = 0
     with (
-        noted_signals(config.checkpoint.save is not None) as signals,
+        signals.noted(config.checkpoint.save is not None, groups.gloo_world.size()),
         Saver(config, chunks, optimizer, groups, progress, data) as saver,
         IterationLog(config.logging, train_iters, open_sinks(config, progress, groups)) as iteration_log,
         Profiler(config.logging) as profiler,
+        garbage_collection(config.train),
     ):
         while progress.iteration < train_iters:
             profiler.at(progress.iteration)
             start = time.perf_counter()
             batches = data.batch(progress.consumed_samples, *batch_shape(config, groups, progress.consumed_samples))
-            requests = Requests(len(signals) > 0, time_is_up(config), saver.failed)
-            counts = count(batches, groups, config, requests)
+            counts = count(batches, groups, config, requests(config, saver, groups, progress.iteration > first))
             if counts.requests.save_failed:
                 saver.wait()
-            if counts.requests.preempted or counts.requests.time_up:
-                log(f"leaving after iteration {progress.iteration}")
+            if counts.requests.exit_code or counts.requests.time_up:
+                return leave(saver, progress, counts.requests)
+            if counts.requests.save_now:
                 saver.save(progress)
-                saver.wait()
-                if counts.requests.preempted:
-                    sys.exit(REQUEUE)
-                return
+                if groups.gloo_world.rank() == 0:
+                    (saver.folder / SAVE_NOW).unlink(missing_ok=True)
             ids = sample_ids(config, data, progress)
             record = next_step(config, chunks, batches, optimizer, groups, progress, counts, iteration_log) | ids
             seconds = time.perf_counter() - start
-            iteration = progress.iteration
-            leave = iteration == train_iters or divides(config.train.exit_interval, iteration)
+            iteration, left = progress.iteration, None
+            last = iteration == train_iters or divides(config.train.exit_interval, iteration)
             if validation is not None and (iteration == train_iters or divides(config.train.eval_interval, iteration)):
                 steps = validation.evaluation(*batch_shape(config, groups), config.train.eval_iters)
-                record["valid_lm_loss"], tokens = evaluate(chunks, steps, groups, config)
-                log(f" validation at iteration {iteration} | lm loss: {record['valid_lm_loss']:.6E} | tokens: {tokens}")
+                try:
+                    record["valid_lm_loss"], tokens = evaluate(chunks, steps, groups, config)
+                    loss = record["valid_lm_loss"]
+                    log(f" validation at iteration {iteration} | lm loss: {loss:.6E} | tokens: {tokens}")
+                except LeftOnSignal as caught:
+                    left = caught
             iteration_log.report(record, seconds, counts.tokens, counts.flops)
-            if leave or divides(config.checkpoint.save_interval, iteration):
+            skips = skips + 1 if "skipped" in record else 0
+            if skips == config.train.on_nan_limit:
+                raise FloatingPointError(
+                    f"iteration {iteration} is the last of {skips} that were skipped in a row "
+                    f"(--on-nan-limit): {record['skipped']}"
+                )
+            if last or (left is None and divides(config.checkpoint.save_interval, iteration)):
                 saver.save(progress)
-            if leave:
+            if last and left is not None:
+                saver.wait()
+                raise left
+            if last:
                 return
+            collect_garbage(config.train, iteration)
+
+
+def requests(config: RunConfig, saver: Saver, groups: ParallelGroups, trained: bool) -> Requests:
+    """What this rank asks for; only the first one looks for the file, and only when there is something to save."""
+    save = config.checkpoint.save
+    looks = save is not None and trained and groups.gloo_world.rank() == 0
+    return Requests.of_signals(
+        saving=saver.saving,
+        save_now=looks and (saver.folder / SAVE_NOW).exists(),
+        time_up=time_is_up(config),
+        save_failed=saver.failed,
+    )
+
+
+def leave(saver: Saver, progress: Progress, requests: Requests) -> None:
+    """Save, and end the program after a signal.
+
+    A save that is still being written when the signal comes is the one that stays: it is recent, and another one would
+    take as much of the little time again.
+    """
+    log(f"leaving after iteration {progress.iteration}")
+    if requests.exit_code and requests.saving:
+        saver.wait()
+    if not (requests.exit_code and requests.saving) or saver.saved is None:
+        saver.save(progress)
+        saver.wait()
+    if requests.exit_code:
+        sys.exit(requests.exit_code)
 
 
 def next_step(
@@ -132,17 +176,21 @@ def time_is_up(config: RunConfig) -> bool:
 
 
 @contextmanager
-def noted_signals(note: bool) -> Iterator[list[int]]:
-    """Yields a list of the SIGTERM and SIGUSR1 (SLURM's preemption) that have come; without `note` none is caught."""
-    received: list[int] = []
-    before = {}
-    for number in (signal.SIGTERM, signal.SIGUSR1) if note else ():
-        before[number] = signal.signal(number, lambda number, _: received.append(number))
+def garbage_collection(train: TrainConfig) -> Iterator[None]:
+    """With --manual-gc: one collection now, then none that is not asked for."""
+    if train.manual_gc:
+        gc.disable()
+        gc.collect()
     try:
-        yield received
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)  # None: it was not set from Python
+        gc.enable()
+
+
+def collect_garbage(train: TrainConfig, iteration: int) -> None:
+    """After an iteration, if --manual-gc wants it."""
+    if train.manual_gc and divides(train.manual_gc_interval or None, iteration):
+        gc.collect()
 
 
 def batch_shape(
@@ -154,9 +202,14 @@ def batch_shape(
     return size, train.micro_batch_size, groups.dp.rank(), groups.dp.size()
 
 
-def total_iterations(config: RunConfig, data: MicroBatches) -> int:
-    """--train-iters, or as many as --train-epochs takes; the last one may reach into the next epoch."""
-    train = config.train
+def total_iterations(config: RunConfig, data: MicroBatches, progress: Progress) -> int:
+    """--train-iters, or where the samples or epochs that are left after `progress` end.
+
+    The last step of --train-epochs may reach into the next epoch; --train-samples is never exceeded.
+    """
+    train, consumed = config.train, progress.consumed_samples
     if train.train_iters is not None:
         return train.train_iters
-    return iterations_for(train, train.train_epochs * data.dataset.packs_per_epoch)
+    if train.train_samples is not None:
+        return progress.iteration + iterations_within(train, train.train_samples, consumed)
+    return progress.iteration + iterations_for(train, train.train_epochs * data.dataset.packs_per_epoch, consumed)

@@ -71,7 +71,7 @@ def planned_config(flags: argparse.Namespace, data: DataSection = DataConfig) ->
         config = replace(config, kernels=replace(config.kernels, attention_backend=backend))
     planned = _planned_pretraining if data is PretrainDataConfig else _planned_finetuning
     config = replace(config, data=planned(config, warnings))
-    if not config.train.eval_only and config.train.train_iters is None and config.train.train_epochs is None:
+    if not config.train.eval_only and not config.train.has_length:
         flags = "--train-iters is not" if data is PretrainDataConfig else "neither --train-iters nor --train-epochs is"
         warnings.append(f"{flags} given")
         config = replace(config, train=replace(config.train, train_iters=config.optimizer.lr_warmup_iters + 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_glm import signals
 from megatron_glm.config import RunConfig
 from megatron_glm.data.packing import IGNORE, PackedBatch
 from megatron_glm.flops import training_flops
@@ -37,9 +39,23 @@ from megatron_glm.training.statistics import observe, statistics
 class Requests(NamedTuple):
     """What this rank asks of all before a step: 0 or 1 each; summed over the ranks, what any of them asks."""
 
-    preempted: int = 0  # save and leave: a signal has come
+    preempted: int = 0  # save and leave: SIGTERM or SIGUSR1 has come
+    interrupted: int = 0  # the same, for SIGINT
+    saving: int = 0  # a save in the background is being written
+    save_now: int = 0  # save and go on: there is a file save-now
     time_up: int = 0  # save and leave: --exit-duration-in-mins is over
     save_failed: int = 0  # look at the save in the background
+
+    @classmethod
+    def of_signals(cls, **others: int) -> Requests:
+        """What the signals ask that this rank has received, and `others`."""
+        interrupted = signal.SIGINT in signals.received
+        return cls(preempted=len(signals.received) > interrupted, interrupted=interrupted, **others)
+
+    @property
+    def exit_code(self) -> int:
+        """Of the signals; 0: none has come."""
+        return signals.INTERRUPTED if self.interrupted else signals.REQUEUE if self.preempted else 0
 
 
 NO_REQUESTS = Requests()

@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,14 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_glm import signals
 from megatron_glm.checkpoint import sharded
 from megatron_glm.config.model import ModelConfig
-from megatron_glm.launch import one_line_errors
-from megatron_glm.parallel.fsdp import local
 from megatron_glm.parallel.shard import Rectangle
 from megatron_glm.training import checkpointing, loop
+from megatron_glm.training import evaluate as evaluation
 from megatron_glm.training import step as step_module
-from tests.finetune import assert_same, finetune, keep_default_group, records, tensors, write_rows
+from tests.finetune import assert_same, exit_code, finetune, records, saved, tensors, write_rows
 
 
 @pytest.fixture
@@ -50,16 +51,6 @@ def before_step(monkeypatch):
     return install
 
 
-def saved(folder: str) -> list[int]:
-    return sorted(int(path.name[5:]) for path in Path(folder).glob("iter_*"))
-
-
-def exit_code(run, **flags) -> int:
-    with keep_default_group(), pytest.raises(SystemExit) as stop, one_line_errors():
-        run(**flags)
-    return stop.value.code
-
-
 @pytest.mark.parametrize("number, background", [(signal.SIGTERM, True), (signal.SIGUSR1, False)])
 def test_a_signal_saves_at_the_next_boundary_and_exits_75(run, monkeypatch, number, background):
     """And the run that follows ends as the one that nobody interrupted."""
@@ -75,7 +66,7 @@ def test_a_signal_saves_at_the_next_boundary_and_exits_75(run, monkeypatch, numb
         patch.setattr(step_module, "run_micro_batches", interrupted)
         handlers = signal.getsignal(number)
         code = exit_code(run, train_iters=4, save="out", log_file="out.jsonl", async_save=background)
-        assert code == loop.REQUEUE == 75 and signal.getsignal(number) == handlers
+        assert code == signals.REQUEUE == 75 and signal.getsignal(number) == handlers
     assert sharded.latest(Path("out")) == 2 and saved("out") == [2]
     run(preset=None, load="out", save="out", train_iters=4, log_file="out.jsonl")
     run(train_iters=4, save="whole", log_file="whole.jsonl")
@@ -83,15 +74,102 @@ def test_a_signal_saves_at_the_next_boundary_and_exits_75(run, monkeypatch, numb
     assert records("out.jsonl") == records("whole.jsonl")
 
 
-def test_without_save_a_signal_acts_as_ever():
-    with loop.noted_signals(False):
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+def test_an_interrupt_saves_and_exits_130(run, before_step, capfd):
+    before_step(3, lambda: os.kill(os.getpid(), signal.SIGINT))
+    assert exit_code(run, train_iters=4, save="out") == signals.INTERRUPTED == 130
+    assert saved("out") == [2] and signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    lines = capfd.readouterr()
+    assert lines.err == "interrupted: leaving after this step, saved if there is --save; again stops at once\n"
+    assert lines.out.endswith("leaving after iteration 2\nsaved iteration 2 to out\n")
+
+
+def test_without_save_an_interrupt_leaves_in_the_middle_of_a_step(run, monkeypatch, capfd):
+    monkeypatch.setattr(step_module, "run_micro_batches", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
+    assert exit_code(run, train_iters=4) == signals.INTERRUPTED
+    assert capfd.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize("iterations, left_with", [(2, [1]), (1, [1])])
+def test_a_signal_during_validation_ends_it_after_the_batch(run, monkeypatch, iterations, left_with):
+    """Whether more steps were to follow or not; what was routed until then moves no bias."""
+    forward, batches = evaluation.run_micro_batches, []
+
+    def interrupted(chunks, *args, **kwargs):
+        batches.append(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return forward(chunks, *args, **kwargs)
+
+    monkeypatch.setattr(evaluation, "run_micro_batches", interrupted)
+    flags = {"train_iters": iterations, "valid_data_path": "valid.jsonl", "eval_interval": 1, "save": "out"}
+    assert exit_code(run, **flags, log_file="log.jsonl") == signals.REQUEUE
+    assert len(batches) == 1 and saved("out") == left_with
+    assert [record.get("valid_lm_loss") for record in records("log.jsonl")] == [None]
+    run(train_iters=1, save="plain")
+    assert_same(tensors("out", 1), tensors("plain", 1))
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_signal_during_a_save_in_the_background_writes_no_second_one(run, before_step, monkeypatch, written):
+    """But if the first one fails, the state of now is saved."""
+    write, began, go_on = sharded.save, [], threading.Event()
+
+    def slow(folder, iteration, *args):
+        began.append(iteration)
+        if len(began) == 1:
+            go_on.wait(60)
+            if not written:
+                raise OSError("full")
+        write(folder, iteration, *args)
+
+    def signal_comes():
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Timer(0.2, go_on.set).start()
+
+    monkeypatch.setattr(sharded, "save", slow)
+    before_step(3, signal_comes)
+    flags = {"save_interval": 1, "async_save": True, "save_failure": "continue", "exit_interval": 9}
+    monkeypatch.setattr(loop, "divides", lambda interval, iteration: interval == 1 and iteration == 1)
+    assert exit_code(run, train_iters=9, save="out", **flags) == signals.REQUEUE
+    assert began == ([1] if written else [1, 2]) and sharded.latest(Path("out")) == began[-1]
+
+
+def test_a_file_asks_for_a_save_without_leaving(run, before_step):
+    Path("out").mkdir()
+    before_step(3, lambda: Path("out/save-now").touch())
+    run(train_iters=4, save="out", log_file="log.jsonl")
+    assert saved("out") == [2, 4] and not Path("out/save-now").exists()
+    assert [record["iteration"] for record in records("log.jsonl")] == [1, 2, 3, 4]
+
+
+def test_a_save_that_was_asked_for_before_the_first_step_comes_after_it(run):
+    Path("out").mkdir()
+    Path("out/save-now").touch()
+    run(train_iters=3, save="out")
+    assert saved("out") == [1, 3] and not Path("out/save-now").exists()
+
+
+def test_garbage_is_collected_between_steps_only(run, monkeypatch):
+    collected = []
+    monkeypatch.setattr(loop.gc, "collect", lambda: collected.append(loop.gc.isenabled()))
+    run(train_iters=5, manual_gc=True, manual_gc_interval=2)
+    assert collected == [False] * 3 and loop.gc.isenabled()
+    run(train_iters=2)
+    assert len(collected) == 3
+
+
+def test_train_samples_are_never_exceeded(run):
+    """11 packs are 5 steps of 2; a resumed run of other steps takes what is left of them."""
+    run(train_samples=5, save="out")
+    assert saved("out") == [2]
+    run(preset=None, load="out", train_samples=11, save="out", global_batch_size=3, log_file="log.jsonl")
+    assert [record["consumed_samples"] for record in records("log.jsonl")] == [7, 10]
+    assert saved("out") == [2, 4]
 
 
 def test_a_signal_before_anything_new_saves_nothing(run, before_step):
     run(train_iters=1, save="out")
     before_step(1, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    assert exit_code(run, preset=None, load="out", save="out", train_iters=2) == loop.REQUEUE
+    assert exit_code(run, preset=None, load="out", save="out", train_iters=2) == signals.REQUEUE
     assert saved("out") == [1]
 
 
@@ -182,62 +260,6 @@ def test_an_unwritable_folder_is_an_error_before_the_first_step(run, capsys):
     Path("file").write_text("")
     assert exit_code(run, train_iters=1, save="file/out") == 1
     assert "file/out" in capsys.readouterr().err
-
-
-def poison(monkeypatch, name: str, value: float) -> None:
-    """Lets the gradient of `name` be `value` in the second step."""
-    reduce, done = step_module.reduce_partial_gradients, [0]
-
-    def reduce_and_poison(chunks):
-        reduce(chunks)
-        done[0] += 1
-        if done[0] == 2:
-            local(dict(chunks[0].named_parameters())[name].grad).view(-1)[1] = value
-
-    monkeypatch.setattr(step_module, "reduce_partial_gradients", reduce_and_poison)
-
-
-def test_a_gradient_that_is_not_finite_stops_by_name(run, monkeypatch, capsys):
-    name = "layers.1.self_attn.o_proj.weight"
-    poison(monkeypatch, name, float("inf"))
-    assert exit_code(run, train_iters=4, save="out", save_interval=1) == 1
-    message = capsys.readouterr().err
-    assert "iteration 2: " in message and f"the first gradient that is not finite is {name} of rank 0" in message
-    assert "loss that is not finite" not in message and "weight that is not finite" not in message
-    assert saved("out") == [1]
-
-
-def test_a_skipped_step_leaves_no_trace(run, monkeypatch):
-    """The data moves on; weights, moments, their step count and the router's bias are as if it had not been."""
-    flags = {"train_iters": 3, "save_interval": 1, "on_nan": "skip", "lr_decay_style": "constant"}
-    poison(monkeypatch, "lm_head.weight", float("nan"))
-    run(**flags, save="out", log_file="out.jsonl")
-    log = records("out.jsonl")
-    assert [record["iteration"] for record in log] == [1, 2, 3]
-    assert log[1]["lm_loss"] is None and "lm_head.weight of rank 0" in log[1]["skipped"]
-    assert_same(tensors("out", 1), tensors("out", 2))
-    states = [sharded.read_state(Path("out"), iteration) for iteration in (1, 2, 3)]
-    assert [state["consumed_samples"] for state in states] == [2, 4, 6]
-    assert [state["optimizer_steps"] for state in states] == [1, 1, 2]
-    run(preset=None, load="out", ckpt_step=2, **flags, save="resumed")
-    assert_same(tensors("out", 3), tensors("resumed", 3))
-
-
-def test_what_is_not_finite_never_enters_a_checkpoint(run, monkeypatch, capsys):
-    """Here by a fault of the machine after a good step."""
-    train_step, done = loop.train_step, []
-
-    def faulty(chunks, *args):
-        result = train_step(chunks, *args)
-        done.append(1)
-        if len(done) == 2:
-            local(chunks[0].norm.weight).detach()[3] = float("nan")
-        return result
-
-    monkeypatch.setattr(loop, "train_step", faulty)
-    assert exit_code(run, train_iters=4, save="out", save_interval=1) == 1
-    assert "iteration 2 is not saved: norm.weight is not finite" in capsys.readouterr().err
-    assert saved("out") == [1]
 
 
 def test_no_load_optim_goes_on_with_fresh_moments(run):

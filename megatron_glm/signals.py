@@ -1,0 +1,151 @@
+"""SIGINT, SIGTERM and SIGUSR1 (SLURM's preemption) from a program's first line to its last; imports no torch.
+
+Outside of training a signal ends the program at once: nothing is lost. During training `noted` collects the signals,
+and the loop leaves where all ranks agree to. A second SIGINT ends the program at once, wherever it is.
+
+Python runs a handler between two steps of the main thread only, and that thread may wait in C for minutes, in a
+rendezvous for example. So a thread watches as well: it ends the program where the main thread does not.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+REQUEUE = 75  # EX_TEMPFAIL: nothing is lost, start the same command again
+INTERRUPTED = 130  # as a shell says it: 128 + SIGINT
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+GRACE = 5.0  # seconds that the main thread has to leave
+POLL = 1.0  # seconds between looks at what other ranks have received
+KEY = "megatron_glm/signal"  # in the store: the signal that ended the start of some rank
+
+received: list[int] = []  # in this training, or the one that ended the program
+_collecting = False  # `noted` is active: a signal is an entry of `received` and nothing else
+_leaving = False  # the main thread was asked to leave
+_store: Any = None  # of all ranks, until training begins
+_wake = -1  # what the thread reads the other end of
+
+
+def install(*numbers: int) -> None:
+    """Handles these signals (default: all three) from here on. Call it from the main thread, before slow imports."""
+    global _wake
+    reader, _wake = os.pipe()
+    os.set_blocking(_wake, False)
+    signal.set_wakeup_fd(_wake, warn_on_full_buffer=False)
+    threading.Thread(target=_watch, args=(reader,), daemon=True).start()
+    os.register_at_fork(after_in_child=_forget)
+    for number in numbers or HANDLED:
+        signal.signal(number, _handle)
+
+
+def share(store: Any) -> None:
+    """Until training begins, a signal that reaches one rank ends all of them: they find it in this `Store`."""
+    global _store
+    if _wake >= 0:
+        _store = store.clone()  # the main thread may wait in the other
+        os.write(_wake, b"\0")  # the thread begins to look
+
+
+@contextmanager
+def noted(save: bool, ranks: int = 1) -> Iterator[list[int]]:
+    """During training: yields `received`, to be acted on where all `ranks` agree.
+
+    Without `save` there is nothing to do first: SIGTERM and SIGUSR1 act as ever, and SIGINT ends a single process at
+    once.
+    """
+    global _collecting, _store
+    numbers = HANDLED if save else (signal.SIGINT,)
+    before = {number: signal.getsignal(number) for number in HANDLED}
+    received.clear()
+    _store, _collecting = None, save or ranks > 1
+    for number in HANDLED:
+        signal.signal(number, _handle if number in numbers else signal.SIG_DFL)
+    try:
+        yield received
+    except BaseException:
+        received.clear()  # they have done what they can
+        raise
+    finally:
+        _collecting = False
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)  # None: it was not set from Python
+
+
+def _handle(number: int, frame: FrameType | None) -> None:
+    global _leaving
+    received.append(number)
+    if _collecting:
+        if number == signal.SIGINT:
+            _say("interrupted: leaving after this step, saved if there is --save; again stops at once")
+    elif not _leaving:
+        _leaving = True
+        _say(
+            "interrupted" if number == signal.SIGINT else f"{signal.Signals(number).name}: nothing is lost, start again"
+        )
+        if _store is not None:
+            time.sleep(2 * POLL)  # the first rank keeps the store; the others must see what it holds
+        sys.exit(_code(number))
+
+
+def _watch(reader: int) -> None:
+    """Of the thread: every signal of the process is one byte from `reader`."""
+    interrupts = 0
+    while True:
+        if not select.select([reader], [], [], None if _store is None else POLL)[0]:
+            _look_at_other_ranks()
+            continue
+        number = os.read(reader, 1)[0]
+        if number not in HANDLED:
+            continue
+        interrupts += number == signal.SIGINT
+        if interrupts > 1:
+            _say("interrupted again: stopped")
+            os._exit(INTERRUPTED)
+        if not _collecting:
+            if _store is not None:
+                _store.set(KEY, str(number))
+            timer = threading.Timer(GRACE, _end, [_code(number)])
+            timer.daemon = True
+            timer.start()
+
+
+def _code(number: int) -> int:
+    return INTERRUPTED if number == signal.SIGINT else REQUEUE
+
+
+def _look_at_other_ranks() -> None:
+    global _store
+    store = _store
+    try:
+        if store is not None and store.check([KEY]):
+            _store = None
+            os.kill(os.getpid(), int(store.get(KEY)))
+    except RuntimeError:  # the first rank has left, with its store
+        _store = None
+
+
+def _end(code: int) -> None:
+    if _leaving or not _collecting:
+        os._exit(code)
+
+
+def _forget() -> None:
+    """In a forked child: its signals are its own."""
+    signal.set_wakeup_fd(-1)
+    for number in HANDLED:
+        if signal.getsignal(number) is _handle:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _say(message: str) -> None:
+    """One line of the first rank. By os.write: a handler may run in the middle of a print."""
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        os.write(2, f"{chr(10) * os.isatty(2)}{message}\n".encode())

@@ -1,0 +1,102 @@
+"""Signals before and during training: exit codes, one line, no traceback, and what other ranks do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BEGIN = "import sys, time, ctypes; from megatron_glm import signals; signals.install(); "
+READY = "print('ready', flush=True); "
+LINE = {signal.SIGINT: "interrupted\n"}
+LINE |= {n: f"{n.name}: nothing is lost, start again\n" for n in (signal.SIGTERM, signal.SIGUSR1)}
+
+
+def start(code: str, *words: str, **environment: str) -> subprocess.Popen:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    command = [sys.executable, "-c", code, *words] if code else [sys.executable, *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+    return subprocess.Popen(command, env=environment, text=True, **pipes)
+
+
+def sent(program: subprocess.Popen, *numbers: int, until: str = "ready") -> tuple[int, str]:
+    """Exit code and errors of a program that gets these signals, a moment apart, once it has printed `until`."""
+    with program:
+        for line in program.stdout:
+            if until in line:
+                break
+        for number in numbers:
+            program.send_signal(number)
+            time.sleep(0.2)
+        _, errors = program.communicate(timeout=60)
+    return program.returncode, errors
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+def test_before_training_a_signal_ends_the_program_at_once(number, code):
+    assert sent(start(BEGIN + READY + "time.sleep(60)"), number) == (code, LINE[number])
+
+
+def test_a_main_thread_that_waits_in_c_does_not_keep_the_program_alive():
+    lock = "signals.GRACE = 0.1; mutex = ctypes.create_string_buffer(64); libc = ctypes.CDLL(None); "
+    lock += "libc.pthread_mutex_lock(mutex); "
+    assert sent(start(BEGIN + lock + READY + "libc.pthread_mutex_lock(mutex)"), signal.SIGTERM)[0] == 75
+
+
+def test_a_second_interrupt_stops_at_once():
+    waits = "training = signals.noted(True); training.__enter__(); " + READY + "time.sleep(60)"
+    code, errors = sent(start(BEGIN + waits), signal.SIGINT, signal.SIGINT)
+    assert code == 130 and errors.splitlines()[1:] == ["interrupted again: stopped"]
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)])
+def test_training_without_save_has_nothing_to_wait_for(number, code):
+    training = "training = signals.noted(False); training.__enter__(); "
+    assert sent(start(BEGIN + training + READY + "time.sleep(60)"), number)[0] == code
+
+
+def test_a_forked_child_has_its_own_signals():
+    code = BEGIN + "\nimport os, signal\nchild = os.fork()\nif child == 0:\n    print('ready', flush=True)\n"
+    code += "    time.sleep(60)\ntime.sleep(0.5)\nos.kill(child, signal.SIGTERM)\n"
+    code += "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) + 100)"
+    assert sent(start(code)) == (100 - signal.SIGTERM, "")
+
+
+STORE = """
+from pathlib import Path
+class Store:
+    folder = Path(sys.argv[1])
+    def clone(self): return self
+    def path(self, key): return self.folder / key.replace("/", "-")
+    def set(self, key, value): self.path(key).write_text(value)
+    def get(self, key): return self.path(key).read_bytes()
+    def check(self, keys): return all(self.path(key).exists() for key in keys)
+signals.POLL = 0.1
+signals.share(Store())
+print("ready", flush=True)
+"""
+
+
+def test_a_signal_that_reaches_one_rank_before_training_ends_all(tmp_path):
+    ranks = [start(BEGIN + STORE + "time.sleep(60)", str(tmp_path), RANK=str(rank)) for rank in range(3)]
+    for rank in (0, 1):
+        assert ranks[rank].stdout.readline() == "ready\n"
+    assert sent(ranks[2], signal.SIGTERM) == (75, "")
+    ends = [rank.communicate(timeout=60)[1] for rank in ranks[:2]]
+    assert [rank.returncode for rank in ranks] == [75, 75, 75] and ends == [LINE[signal.SIGTERM], ""]
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+def test_the_script_leaves_while_its_data_loads(tmp_path, number, code):
+    """The data is a pipe that nobody writes to. After that line the process only waits for it."""
+    os.mkfifo(tmp_path / "rows.jsonl")
+    flags = ["--hf-config", "glm5.2-tiny", "--data-path", str(tmp_path / "rows.jsonl"), "--seq-length", "64"]
+    program = start("", str(ROOT / "finetune_glm.py"), *flags, "--train-iters", "1", "--save", str(tmp_path / "out"))
+    assert sent(program, number, until="rows.jsonl") == (code, LINE[number])
+    assert not (tmp_path / "out").exists()
