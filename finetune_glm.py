@@ -62,7 +62,7 @@ def run(config: RunConfig) -> None:
 def packed(paths: Iterable[str], config: RunConfig) -> MicroBatches:
     """The rows of these files as packs."""
     from megatron_glm.data.loader import MicroBatches, PackedDataset, load_documents
-    from megatron_glm.data.records import RowSettings
+    from megatron_glm.data.rows import RowSettings
     from megatron_glm.training.logging import log
 
     data = config.data

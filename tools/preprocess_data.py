@@ -30,8 +30,7 @@ import numpy as np  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from megatron_glm.data.blend import cache_key  # noqa: E402
-from megatron_glm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, smallest_dtype  # noqa: E402
-from megatron_glm.data.records import (  # noqa: E402
+from megatron_glm.data.files import (  # noqa: E402
     SUFFIXES,
     check_unicode,
     count_parquet_rows,
@@ -39,6 +38,7 @@ from megatron_glm.data.records import (  # noqa: E402
     find_files,
     read_rows,
 )
+from megatron_glm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, smallest_dtype  # noqa: E402
 from megatron_glm.data.tokenizer import END_OF_TEXT, Tokenizer  # noqa: E402
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")

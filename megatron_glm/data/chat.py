@@ -4,17 +4,34 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 ASSISTANT = "<|assistant|>"
 ROLE_TOKENS = ("<|system|>", "<|user|>", ASSISTANT, "<|observation|>")
-ROLES = ("system", "user", "assistant", "tool")
+THINK_TAGS = re.compile("(</?think>)")
 _ROLE_TOKEN = re.compile("|".join(map(re.escape, ROLE_TOKENS)))
+# what a template reads that is no setting of a row
+_NOT_SETTINGS = {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "raise_exception"}
+
+_USER, _ANSWER = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
+_CALL = {"type": "function", "function": {"name": "look", "arguments": {}}}
+# conversations in which the turns of a template are looked for, once
+_PROBES = (
+    [_USER],
+    [{"role": "system", "content": "text"}, _USER],
+    [_USER, _ANSWER, _USER],
+    [_USER, {"role": "assistant", "content": "", "tool_calls": [_CALL]}, {"role": "tool", "content": "result"}],
+)
+
+Span = tuple[int, int]
 
 
 def _tojson(
@@ -33,7 +50,11 @@ def _raise_exception(message: str) -> None:
 
 
 class ChatTemplate:
-    """A jinja chat template in the environment that `transformers` gives it."""
+    """A jinja chat template in the environment that `transformers` gives it.
+
+    `keys`: the names of members that it reads, as content, name, output. `settings`: the variables that a row may set,
+    as enable_thinking.
+    """
 
     def __init__(self, source: str, name: str):
         environment = ImmutableSandboxedEnvironment(
@@ -47,6 +68,14 @@ class ChatTemplate:
             raise ValueError(
                 f"the chat template {name} is malformed at line {error.lineno}: {error.message}"
             ) from error
+        tree = environment.parse(source)
+        members = [node.attr for node in tree.find_all(jinja2.nodes.Getattr)]
+        members += [node.arg.value for node in tree.find_all(jinja2.nodes.Getitem) if hasattr(node.arg, "value")]
+        self.keys = frozenset(key for key in members if isinstance(key, str))
+        self.settings = frozenset(jinja2.meta.find_undeclared_variables(tree)) - _NOT_SETTINGS
+        self.name = name
+        self._prompts: dict[str, tuple[str, ...]] = {}
+        self._rendered: dict[tuple[str, str], bool] = {}
 
     @classmethod
     def load(cls, folder: str | Path) -> ChatTemplate:
@@ -74,22 +103,70 @@ class ChatTemplate:
         except Exception as error:  # a template is a program: whatever it raises is about this row
             raise ValueError(f"the chat template refuses the messages: {error}") from error
 
-    def render_targets(self, messages: list[dict], tools: Any = None) -> tuple[str, list[tuple[int, int]]]:
+    def renders(self, role: str, key: str) -> bool:
+        """Does it render this key of a message of this role; "tools" is a role, too. Tried once, with a rare word."""
+        if (role, key) not in self._rendered:
+            word, tools = "Zq7Xv", None
+            value = [{"type": "function", "function": {"name": word, "arguments": {}}}] if key == "tool_calls" else word
+            message = {"role": role, "content": "text"} | {key: value}
+            messages = [message, _USER] if role == "system" else [*_PROBES[3][:-1], message]
+            if role == "tools":
+                messages, tools = [_USER], [{"type": "function", "function": {"name": word, "parameters": {}}}]
+            try:
+                self._rendered[role, key] = word in self.render(messages, tools)
+            except ValueError:
+                self._rendered[role, key] = False
+        return self._rendered[role, key]
+
+    def generation_prompts(self, **variables: Any) -> tuple[str, ...]:
+        """What the generation prompt holds behind its role token, as `<think>`: given to the model, not produced.
+
+        With and without enable_thinking=False, as a turn without thinking may have been generated from that prompt.
+        Found once, in a few short conversations: raises ValueError naming the template unless it is the same in all of
+        them and stands behind the text without it. Then no row needs to be rendered once a turn.
+        """
+        key = json.dumps(variables, sort_keys=True, default=repr)
+        if key not in self._prompts:
+            prompts = [self._prompt(variables), self._prompt({"enable_thinking": False} | variables)]
+            self._prompts[key] = tuple(dict.fromkeys(prompts))
+        return self._prompts[key]
+
+    def _prompt(self, variables: dict) -> str:
+        found = None
+        for messages in _PROBES:
+            try:
+                closed, opened = (self.render(messages, None, prompt, **variables) for prompt in (False, True))
+            except ValueError:
+                if found is None:
+                    raise
+                continue  # a template may know no system text, or no tools
+            before, token, behind = opened[len(closed) :].partition(ASSISTANT)
+            if not opened.startswith(closed) or not token or _ROLE_TOKEN.search(before + behind):
+                raise ValueError(
+                    f"turns cannot be found in the text of the chat template {self.name}: with add_generation_prompt "
+                    f"it does not append {ASSISTANT} to the text that it renders without"
+                )
+            if found not in (None, behind):
+                raise ValueError(
+                    f"turns cannot be found in the text of the chat template {self.name}: behind {ASSISTANT} its "
+                    f"generation prompt is {found!r} in one conversation and {behind!r} in another"
+                )
+            found = behind
+        return found
+
+    def render_targets(
+        self, messages: list[dict], tools: list | None = None, **variables: Any
+    ) -> tuple[str, list[Span]]:
         """The text of a conversation and the character ranges that the assistant must produce, one a turn.
 
         The target of a turn starts behind its generation prompt and ends behind the next role token, which is what
         ends a turn. Behind a last assistant turn that token is appended: <|observation|> if it calls tools, else
         <|user|>. The text may differ from what was rendered when a turn was generated (templates drop the thinking of
-        turns before the last user message), so turns are found in it by their role tokens. These must therefore come
-        from the template alone: raises ValueError if the row contains one, or if the turns cannot be told apart.
+        turns before the last user message), so turns are found in it by their role tokens, which the messages must not
+        contain. Raises ValueError if a turn cannot be found, or a string of a message is not in its part of the text.
         """
-        messages, tools = _checked_messages(messages), _parsed(tools, "tools")
-        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-            raise ValueError(f"tools must be a list of objects, got {tools!r:.80}")
-        for what, value in (*((f"messages[{i}]", m) for i, m in enumerate(messages)), ("tools", tools)):
-            if found := _ROLE_TOKEN.search(json.dumps(value, ensure_ascii=False, default=str)):
-                raise ValueError(f"{what} contains the role token {found.group()}, which would end or begin a turn")
-        text = self.render(messages, tools)
+        prompts = self.generation_prompts(**variables)
+        text = self.render(messages, tools, **variables)
         if messages[-1]["role"] == "assistant":
             text += "<|observation|>" if messages[-1].get("tool_calls") else "<|user|>"
         tokens = list(_ROLE_TOKEN.finditer(text))
@@ -97,77 +174,74 @@ class ChatTemplate:
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if len(opening) != len(turns):
             raise ValueError(f"the chat template renders {len(turns)} assistant turns with {len(opening)} {ASSISTANT}")
-        targets = []
-        for number, (turn, k) in enumerate(zip(turns, opening, strict=True)):
+        targets, parts = [], []
+        for turn, k in zip(turns, opening, strict=True):
             if k + 1 == len(tokens):
                 raise ValueError(f"the chat template renders no role token behind the assistant's messages[{turn}]")
-            start = self._target_start(text, tokens[k].end(), messages[:turn], tools, number)
-            targets.append((start, tokens[k + 1].end()))
+            opened, end = tokens[k].end(), tokens[k + 1].end()
+            prompt = next((prompt for prompt in prompts if text.startswith(prompt, opened)), None)
+            if prompt is None:
+                raise ValueError(f"the chat template renders messages[{turn}] unlike any of its generation prompts")
+            targets.append((opened + len(prompt), end))
+            parts.append((opened, tokens[k + 1].start()))
+        _check_rendered(text, messages, parts)
         return text, targets
 
-    def _target_start(self, text: str, opened: int, earlier: list[dict], tools: list | None, number: int) -> int:
-        """Where the target of assistant turn `number` starts, its role token ending at `opened`.
 
-        What the generation prompt holds behind the role token (as `<think>`) is given, not produced. A turn without
-        thinking may instead have been generated from the prompt of enable_thinking=False (as `</think>`).
-        """
-        for variables in ({}, {"enable_thinking": False}):
-            parts = self.render(earlier, tools, add_generation_prompt=True, **variables).split(ASSISTANT)
-            if len(parts) != number + 2:
-                raise ValueError(
-                    f"the generation prompt of messages[{len(earlier)}] has {len(parts) - 1} {ASSISTANT},"
-                    f" expected {number + 1}"
-                )
-            if text.startswith(parts[-1], opened):
-                return opened + len(parts[-1])
-        raise ValueError(f"the chat template renders messages[{len(earlier)}] unlike any of its generation prompts")
+def _check_rendered(text: str, messages: list[dict], turns: list[Span]) -> None:
+    """Raises ValueError if a string of a message is missing in the text: the template drops, or changes, it.
 
-
-def _parsed(value: Any, what: str) -> Any:
-    """Nested values may come as JSON text, as the OpenAI format has arguments and Parquet columns have tools."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{what} is not valid JSON: {error}") from error
-
-
-def _checked_messages(messages: Any) -> list[dict]:
-    """The messages without null fields and with tool arguments as objects; raises ValueError if malformed."""
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"messages must be a list that is not empty, got {messages!r:.80}")
-    checked = []
+    A turn's strings are looked for in the turn, those of the other messages between the turns, in their order. Only
+    thinking before the last user message may be missing: templates drop it from the history.
+    """
+    last_user = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    starts = [start for start, _ in turns] + [len(text)]
+    cursor, turn = 0, 0
     for i, message in enumerate(messages):
-        if not isinstance(message, dict) or message.get("role") not in ROLES:
-            raise ValueError(f"messages[{i}] must be an object with a role of {ROLES}, got {message!r:.80}")
-        message = {key: value for key, value in message.items() if value is not None}
-        _check_content(message, i)
-        if "tool_calls" in message:
-            if not isinstance(message["tool_calls"], list):
-                raise ValueError(f"messages[{i}].tool_calls must be a list, got {message['tool_calls']!r:.80}")
-            message["tool_calls"] = [_checked_call(call, i) for call in message["tool_calls"]]
-        checked.append(message)
-    return checked
+        spoken = message["role"] == "assistant"
+        start, end = turns[turn] if spoken else (cursor, starts[turn])
+        turn += spoken
+        reached = start
+        for key, string, thought in _strings(message):
+            string = string.strip()
+            at = text.find(string, start, end)
+            if at < 0 and not (thought and i < last_user) and not _found_as_json(string, text, start, end):
+                raise ValueError(
+                    f"the chat template does not render messages[{i}].{key} ({string!r:.60}): it would be lost"
+                )
+            reached = max(reached, at + len(string))
+        cursor = end if spoken else reached
 
 
-def _check_content(message: dict, i: int) -> None:
-    """Templates render or drop a number or an object in silence: text is text, or a list of text and parts."""
-    for key in ("content", "reasoning_content"):
-        value = message.get(key, "")
-        parts = value if isinstance(value, list) and key == "content" else [value]
-        kinds = (str, dict) if parts is value else (str,)
-        if not all(isinstance(part, kinds) for part in parts):
-            what = "a string or a list of parts" if key == "content" else "a string"
-            raise ValueError(f"messages[{i}].{key} must be {what}, got {value!r:.80}")
+def _strings(message: dict) -> Iterator[tuple[str, str, bool]]:
+    """(key, string, is it thinking) of a message; thinking may be written in the content, too."""
+    for key, value in message.items():
+        if key == "content" and isinstance(value, str) and message["role"] == "assistant":
+            pieces = [*THINK_TAGS.split(value), ""]  # text and tags in turn
+            yield from ((key, pieces[j], pieces[j + 1] == "</think>") for j in range(0, len(pieces), 2))
+        elif key == "tool_calls":
+            yield from ((key, string, False) for call in value for string in _call_strings(call))
+        elif key != "role":
+            yield from ((key, string, key == "reasoning_content") for string in _inner_strings(value))
 
 
-def _checked_call(call: Any, i: int) -> dict:
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError(f"messages[{i}].tool_calls holds {call!r:.80}, which names no function")
-    arguments = _parsed(function.get("arguments") or {}, f"messages[{i}].tool_calls arguments")
-    if not isinstance(arguments, dict):
-        raise ValueError(f"messages[{i}].tool_calls arguments must be an object, got {arguments!r:.80}")
-    function = {**function, "arguments": arguments}
-    return {**call, "function": function} if "function" in call else function
+def _call_strings(call: dict) -> Iterator[str]:
+    function = call.get("function", call)
+    yield function["name"]
+    yield from _inner_strings(function["arguments"])
+
+
+def _inner_strings(value: Any) -> Iterator[str]:
+    """All strings in a nested value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value:
+            yield from _inner_strings(item)
+        if isinstance(value, dict):
+            yield from _inner_strings(list(value.values()))
+
+
+def _found_as_json(string: str, text: str, start: int, end: int) -> bool:
+    """Members of nested arguments are rendered as JSON, with their escapes."""
+    return any(text.find(json.dumps(string, ensure_ascii=ascii)[1:-1], start, end) >= 0 for ascii in (False, True))

@@ -10,9 +10,10 @@ from typing import Protocol
 
 import numpy as np
 
+from .files import find_files, read_rows
 from .packing import PackedBatch, Piece, best_fit, build_batch, cut
-from .records import RowReader, RowSettings, find_files, read_rows
 from .report import RowReport
+from .rows import RowReader, RowSettings
 
 ROWS_PER_CHUNK = 128  # rows of text that are tokenised together
 
@@ -43,7 +44,7 @@ def load_documents(data_path: Iterable[str], settings: RowSettings) -> Documents
     data_path = list(data_path)
     reader, report = RowReader(settings), RowReport()
     tokens, targets, lengths = array("i"), bytearray(), array("q", [0])
-    for file in find_files(data_path):
+    for file in find_files(data_path, report=report):
         rows = read_rows(file)
         while chunk := list(islice(rows, ROWS_PER_CHUNK)):
             tokenised = reader.tokenise(chunk)

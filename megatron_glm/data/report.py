@@ -17,6 +17,7 @@ class RowReport:
     warnings: dict[str, str] = field(default_factory=dict)  # warning -> the first place that it is about
     skipped: int = 0
     first_skipped: str = ""  # where the first skipped row is, and what is wrong with it
+    files_left_out: list[str] = field(default_factory=list)  # of folders: files of no format that is read
 
     def count(self, kind: str) -> None:
         self.kinds[kind] = self.kinds.get(kind, 0) + 1
@@ -28,7 +29,7 @@ class RowReport:
     def warn(self, warning: str, place: str) -> None:
         self.warnings.setdefault(warning, place)
 
-    def skip(self, place: str, error: ValueError) -> None:
+    def skip(self, place: str, error: ValueError | str) -> None:
         self.skipped += 1
         self.first_skipped = self.first_skipped or f"{place}: {error}"
 
@@ -41,6 +42,7 @@ class RowReport:
             self.warn(warning, place)
         self.skipped += later.skipped
         self.first_skipped = self.first_skipped or later.first_skipped
+        self.files_left_out += later.files_left_out
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -50,6 +52,11 @@ class RowReport:
         return cls(**values)
 
     def summary(self) -> str:
-        """As `kinds: 20 messages, 5 text; columns not used: id, source`."""
+        """As `kinds: 20 messages, 5 text; columns not used: id, source`, and a line for each warning."""
         kinds = ", ".join(f"{rows} {kind}" for kind, rows in self.kinds.items()) or "none"
-        return f"kinds: {kinds}" + (f"; columns not used: {', '.join(sorted(self.unused))}" if self.unused else "")
+        lines = [f"kinds: {kinds}" + (f"; columns not used: {', '.join(sorted(self.unused))}" * bool(self.unused))]
+        if self.files_left_out:
+            first, more = self.files_left_out[:5], len(self.files_left_out) - 5
+            lines.append(f"files not read: {', '.join(first)}" + f" and {more} more" * (more > 0))
+        lines += [f"warning: {place}: {warning}" for warning, place in self.warnings.items()]
+        return "\n".join(lines)

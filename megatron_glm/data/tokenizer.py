@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,8 @@ import numpy as np
 import tokenizers
 
 END_OF_TEXT = "<|endoftext|>"
+
+_BRACKETS = re.compile(r"<.+>|\[.+\]")
 
 # texts -> (ids [n] int64, ends [n] int64) of each; ends[j] is the character position behind token j
 EncodeBatch = Callable[[list[str]], list[tuple[np.ndarray, np.ndarray]]]
@@ -23,6 +26,7 @@ class Tokenizer:
     encode_batch: EncodeBatch
     token_id: Callable[[str], int | None]  # None unless the text is one token of the vocabulary
     vocab_size: int  # above every id
+    special_tokens: frozenset[str] = frozenset()  # texts that become one token wherever they stand, and mean control
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
@@ -61,7 +65,8 @@ def _from_json(path: Path) -> Tokenizer:
         encodings = model.encode_batch(texts, add_special_tokens=False)
         return [(np.array(e.ids, np.int64), np.array([end for _, end in e.offsets], np.int64)) for e in encodings]
 
-    return Tokenizer(path, encode_batch, model.token_to_id, 1 + max(model.get_vocab().values(), default=-1))
+    special = frozenset(token.content for token in model.get_added_tokens_decoder().values() if token.special)
+    return Tokenizer(path, encode_batch, model.token_to_id, 1 + max(model.get_vocab().values(), default=-1), special)
 
 
 def _from_sentencepiece(path: Path) -> Tokenizer:
@@ -85,7 +90,12 @@ def _from_sentencepiece(path: Path) -> Tokenizer:
         # the end token of a sentencepiece vocabulary has a name of its own, as a rule </s>
         return model.eos_id() if token == END_OF_TEXT and model.eos_id() >= 0 else None
 
-    return Tokenizer(path, encode_batch, token_id, model.vocab_size())
+    pieces = [(i, model.id_to_piece(i)) for i in range(model.vocab_size())]
+    # <…> and […] that are matched whole; control pieces as </s> never are, and <0x0A> is a byte
+    special = frozenset(
+        p for i, p in pieces if _BRACKETS.fullmatch(p) and not (model.is_control(i) or model.is_byte(i))
+    )
+    return Tokenizer(path, encode_batch, token_id, model.vocab_size(), special)
 
 
 def _ends_of_pieces(offsets: list[tuple[int, int]]) -> np.ndarray:

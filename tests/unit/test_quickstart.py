@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from megatron_glm.checkpoint.safetensors_io import SafetensorsFolder
 from megatron_glm.config.model import ModelConfig
 from megatron_glm.data.loader import load_documents
-from megatron_glm.data.records import RowSettings
+from megatron_glm.data.rows import RowSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDE_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")

@@ -12,8 +12,9 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+from megatron_glm.data.files import find_files
 from megatron_glm.data.loader import Documents, load_documents
-from megatron_glm.data.records import RowSettings, find_files
+from megatron_glm.data.rows import RowSettings
 from megatron_glm.data.tokenizer import END_OF_TEXT, Tokenizer
 
 FIXTURE = Path(__file__).resolve().parents[1] / "fixtures" / "glm-4.6-chat_template.jinja"
@@ -179,7 +180,7 @@ def test_files_folders_and_globs(tmp_path: Path):
     for entry, match in (
         ("none", "matches no file"),
         ("*.csv", "matches no file"),
-        ("b/notes.txt", "notes.txt is nei"),
+        ("b/notes.txt", "notes.txt is of no format"),
     ):
         with pytest.raises(ValueError, match=match):
             found(entry)
@@ -195,7 +196,10 @@ BAD_ROWS = [
     ({"txt": "x"}, r"has the keys \['txt'\] and is of no known kind"),
     ({"text": 7}, "text must be a string, got 7"),
     ({"text": "\ud800"}, "not valid Unicode"),
-    ({"prompt": [], "completion": "x"}, "prompt must be a string"),
+    (
+        {"prompt": [], "completion": "x"},
+        "prompt must be a list of messages that is not empty, got .*two strings or two",
+    ),
     ({"messages": [{"role": "robot"}]}, r"messages\[0\] must be an object with a role"),
     (HELLASWAG | {"label": 4}, "label is 4, but there are 4 endings"),
     (HELLASWAG | {"label": ""}, "label is '', but there are 4 endings"),

@@ -1,0 +1,341 @@
+"""Rows of every kind to tokens: what a row must have to be of a kind, and which of its tokens are to be predicted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import ids
+from .chat import ROLE_TOKENS, THINK_TAGS, ChatTemplate
+from .files import RawRow, check_unicode, decode_row
+from .ids import TokenRow
+from .keys import Notes, is_switch, switched_on
+from .messages import functions_as_tools, parsed, read_conversation
+from .report import RowReport
+from .tokenizer import END_OF_TEXT, Tokenizer
+
+# the keys that make a row of a kind; the first kind that a row has all keys of is taken
+TOKENS, CHAT, SHAREGPT = ("input_ids",), ("messages",), ("conversations",)
+COMPLETION, RESPONSE, ALPACA = ("prompt", "completion"), ("prompt", "response"), ("instruction", "output")
+HELLASWAG, TEXT = ("ctx", "endings", "label"), ("text",)
+KINDS = (TOKENS, CHAT, SHAREGPT, COMPLETION, RESPONSE, ALPACA, HELLASWAG, TEXT)
+CONVERSATIONS = (CHAT, SHAREGPT, ALPACA)  # rendered by the chat template
+PAIRS = (COMPLETION, RESPONSE)  # of two strings, or two lists of messages for the chat template
+
+# other shapes that are common, and the line that makes a kind above of each
+CONVERSIONS = {
+    ("question", "answer"): 'row = {"prompt": row["question"], "completion": row["answer"]}',
+    ("query", "response"): 'row = {"prompt": row["query"], "completion": row["response"]}',
+    ("instruction", "response"): 'row = {"instruction": row["instruction"], "output": row["response"]}',
+    ("problem", "solution"): 'row = {"prompt": row["problem"], "completion": row["solution"]}',
+    ("input", "output"): 'row = {"prompt": row["input"], "completion": row["output"]}',
+    ("inputs", "targets"): 'row = {"prompt": row["inputs"], "completion": row["targets"]}',
+    ("source", "target"): 'row = {"prompt": row["source"], "completion": row["target"]}',
+    ("prompt", "chosen"): 'row = {"prompt": row["prompt"], "completion": row["chosen"]}',
+    ("chosen",): 'row = {"messages": row["chosen"]}',
+    ("conversation",): 'row = {"messages": [{"role": role, "content": turn[role]} for turn in row["conversation"]'
+    ' for role in ("human", "assistant") if turn.get(role)]}',
+    ("dialogue",): 'row = {"messages": row["dialogue"]}',
+    ("content",): 'row = {"text": row["content"]}',
+    ("tokens",): 'row = {"input_ids": row["tokens"]}',
+    ("token_ids",): 'row = {"input_ids": row["token_ids"]}',
+}
+CHAT_COLUMNS = {"system", "tools", "functions", "chat_template_kwargs", "extra_body"}
+
+
+@dataclass(frozen=True)
+class RowSettings:
+    """What the tokens of a row depend on beside the files: with the contents of the tokenizer's folder, a cache key."""
+
+    tokenizer_path: str | None  # a tokenizer file, or a folder with one; the chat template lies beside it
+    vocab_size: int  # of the model
+    skip_bad_rows: bool = False
+    ignore_keys: tuple[str, ...] = ()  # keys of rows and messages that are only metadata
+    train_on_last_turn_only: bool = False
+    special_tokens_in_text: bool = False  # text may hold special tokens, which become ids of their own
+
+
+class TextRow(NamedTuple):
+    text: str
+    targets: Sequence[tuple[int, int]]  # character ranges to be predicted
+    end_of_text: bool  # append <|endoftext|> as the last target
+
+
+@dataclass(frozen=True)
+class TokenisedRows:
+    """The documents of a chunk of rows, one after the other."""
+
+    ids: np.ndarray  # [N] int32
+    targets: np.ndarray  # [N] bool: is token j to be predicted
+    lengths: np.ndarray  # [n] int64: tokens of each document
+    report: RowReport
+
+
+class RowReader:
+    """Turns rows into tokens. Tokenizer and template are loaded by the first row that needs them.
+
+    It can be pickled before it is used, for worker processes.
+    """
+
+    def __init__(self, settings: RowSettings):
+        self.settings = settings
+        self.ignored = frozenset(settings.ignore_keys)
+
+    def tokenise(self, rows: Iterable[tuple[str, RawRow]]) -> TokenisedRows:
+        """The documents of rows as read_rows yields them, in their order; texts are tokenised in one call.
+
+        Raises ValueError with the place of the first bad row, unless skip_bad_rows counts them.
+        """
+        report, documents = RowReport(), []
+        converted = list(self._convert(rows, report))
+        texts = [row.text for _, row, _ in converted if isinstance(row, TextRow)]
+        encodings = iter(self.tokenizer.encode_batch(texts) if texts else ())
+        size = self.settings.vocab_size
+        for place, row, kind in converted:
+            if isinstance(row, ValueError):
+                self._bad(place, row, report)
+                continue
+            tokens = row if isinstance(row, TokenRow) else self._marked(row, *next(encodings))
+            wrong = tokens.ids[(tokens.ids < 0) | (tokens.ids >= size)]
+            if len(wrong):
+                self._bad(place, f"token id {wrong[0]} is outside the model's vocabulary of {size}", report)
+                continue
+            report.count("+".join(kind))
+            documents.append(tokens)
+        return TokenisedRows(
+            np.concatenate([np.empty(0, np.int32), *(row.ids.astype(np.int32) for row in documents)]),
+            np.concatenate([np.empty(0, bool), *(row.targets for row in documents)]),
+            np.array([length for row in documents for length in row.lengths], np.int64),
+            report,
+        )
+
+    def _convert(
+        self, rows: Iterable[tuple[str, RawRow]], report: RowReport
+    ) -> Iterator[tuple[str, TextRow | TokenRow | ValueError, tuple[str, ...]]]:
+        """(place, row or what is wrong with it, kind) of each row; ends with a bad one if that stops the run."""
+        for place, raw in rows:
+            kind, notes = (), Notes(self.ignored)
+            try:
+                row, kind = parse_row(raw)
+            except ValueError as error:
+                yield place, error, kind
+            else:
+                try:
+                    self.prepare(kind)
+                except ValueError as error:  # a missing tokenizer is no fault of the row
+                    raise ValueError(f"{place}: {error}") from error
+                try:
+                    yield place, self.convert(row, kind, notes), kind
+                except ValueError as error:
+                    yield place, error, ()
+                    kind = ()
+            if not kind and not self.settings.skip_bad_rows:
+                return
+            report.not_used(notes.unused)
+            for warning in notes.warnings:
+                report.warn(warning, place)
+
+    def _bad(self, place: str, why: ValueError | str, report: RowReport) -> None:
+        if not self.settings.skip_bad_rows:
+            raise ValueError(f"{place}: {why}")
+        report.skip(place, why)
+
+    def _marked(self, row: TextRow, tokens: np.ndarray, ends: np.ndarray) -> TokenRow:
+        """Marks each token that ends inside a target: tokenizers may report its start behind its white space."""
+        targets = np.zeros(len(tokens), bool)
+        for start, end in np.searchsorted(ends, np.array(row.targets, np.int64).reshape(-1, 2), side="right").tolist():
+            targets[start:end] = True
+        if row.end_of_text:
+            tokens, targets = np.append(tokens, self.end_of_text), np.append(targets, True)
+        return TokenRow(tokens, targets, (len(tokens),))
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        if self.settings.tokenizer_path is None:
+            raise ValueError("rows of text need a tokenizer, rows of input_ids do not: give --tokenizer-model")
+        return Tokenizer.load(self.settings.tokenizer_path)
+
+    @cached_property
+    def end_of_text(self) -> int:
+        return self.tokenizer.require(END_OF_TEXT)
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        for token in ROLE_TOKENS:
+            self.tokenizer.require(token)
+        template = ChatTemplate.load(self.tokenizer.path.parent)
+        template.generation_prompts()
+        return template
+
+    @cached_property
+    def special_tokens(self) -> re.Pattern:
+        tokens = sorted({*self.tokenizer.special_tokens, *ROLE_TOKENS, END_OF_TEXT}, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, tokens)))
+
+    def prepare(self, kind: tuple[str, ...]) -> None:
+        """Loads what a kind of row needs, so that a missing file never passes for a malformed row."""
+        if kind in CONVERSATIONS:
+            _ = self.template
+        elif kind != TOKENS:
+            _ = self.end_of_text
+
+    def convert(self, row: dict, kind: tuple[str, ...], notes: Notes) -> TextRow | TokenRow:
+        """Raises ValueError with what is wrong about the row, without its place."""
+        switches = {key for key in row if is_switch(key) and key not in self.ignored and not isinstance(row[key], list)}
+        wanted = all([switched_on(key, row[key], f"the row's {key}") for key in switches])
+        used = {*kind, *switches}
+        if kind == TOKENS:
+            result = ids.read_ids({key: value for key, value in row.items() if key not in self.ignored}, notes)
+            used |= ids.COLUMNS - self.ignored
+        elif kind in CONVERSATIONS or (kind in PAIRS and any(isinstance(row[key], list) for key in kind)):
+            result = self._chat(row, kind, notes, used)
+        elif kind == HELLASWAG:
+            result = self._completion(*_hellaswag(row))
+        elif kind == TEXT:
+            result = self._completion(("", ""), ("text", _string(row, "text")))
+        else:
+            result = self._completion(*((key, _string(row, key)) for key in kind))
+        notes.columns_not_used(row, used)
+        if isinstance(result, TextRow):
+            check_unicode(result.text)
+            return result if wanted else TextRow(result.text, (), result.end_of_text)
+        return result if wanted else result._replace(targets=np.zeros_like(result.targets))
+
+    def _completion(self, prompt: tuple[str, str], completion: tuple[str, str]) -> TextRow:
+        """(key, text) of both. They are tokenised as one; a token that straddles the border is a target."""
+        if not self.settings.special_tokens_in_text:
+            for key, text in (prompt, completion):
+                if found := self.special_tokens.search(text):
+                    raise ValueError(_special(key, found.group()))
+        text = prompt[1] + completion[1]
+        return TextRow(text, [(len(prompt[1]), len(text))], end_of_text=not text.endswith(END_OF_TEXT))
+
+    def _chat(self, row: dict, kind: tuple[str, ...], notes: Notes, used: set[str]) -> TextRow:
+        """Adds to `used` the columns that it read."""
+        _ = self.template  # rows of prompts that are messages come here, too
+        row = {key: value for key, value in row.items() if key not in self.ignored or key in kind}
+        messages, first_trained = self._messages(row, kind, used)
+        settings = self._settings(row, used)
+        used |= CHAT_COLUMNS & row.keys()
+        tools = row.get("tools")
+        if "functions" in row:
+            if tools is not None:
+                raise ValueError("the row has both tools and functions: keep one")
+            tools = functions_as_tools(row["functions"])
+        if row.get("system"):
+            if any(isinstance(each, dict) and "system" in (each.get("role"), each.get("from")) for each in messages):
+                raise ValueError("the row has a column system and a message of the role system: keep one")
+            messages = [{"role": "system", "content": _string(row, "system")}, *messages]
+            first_trained += 1
+        chat = read_conversation(messages, tools, notes, self.template)
+        self._refuse_special(chat.messages, chat.tools)
+        text, targets = self.template.render_targets(chat.messages, chat.tools, **settings)
+        turns = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
+        if self.settings.train_on_last_turn_only:
+            first_trained = max(first_trained, *turns[-1:], 0)
+        wanted = [span for i, span in zip(turns, targets, strict=True) if chat.trained[i] and i >= first_trained]
+        return TextRow(text, wanted, end_of_text=False)
+
+    def _messages(self, row: dict, kind: tuple[str, ...], used: set[str]) -> tuple[list, int]:
+        """(the messages of a row, the number of the first with loss)."""
+        if kind == ALPACA:
+            used.add("input")
+            texts = [_string(row, key) for key in ("instruction", "input") if row.get(key)]
+            prompt = [{"role": "user", "content": "\n".join(texts)}]
+            return [*prompt, {"role": "assistant", "content": _string(row, "output")}], 0
+        lists = [parsed(row[key], key) if len(kind) == 1 else row[key] for key in kind]
+        for key, messages in zip(kind, lists, strict=True):
+            if not isinstance(messages, list) or not messages:
+                hint = ": prompt and completion are two strings or two lists of messages" if len(kind) > 1 else ""
+                raise ValueError(f"{key} must be a list of messages that is not empty, got {messages!r:.80}{hint}")
+        return sum(lists, []), len(lists[0]) if len(kind) > 1 else 0
+
+    def _settings(self, row: dict, used: set[str]) -> dict[str, Any]:
+        """What a row sets of the template's variables; a setting that the template does not read is refused."""
+        settings = {key: row[key] for key in self.template.settings & row.keys()}
+        used |= settings.keys()
+        given = {"chat_template_kwargs": row.get("chat_template_kwargs")} | _object(row.get("extra_body"), "extra_body")
+        for name, values in given.items():
+            if name != "chat_template_kwargs":
+                raise ValueError(f"extra_body.{name} is not read: only chat_template_kwargs can be honoured")
+            for key, value in _object(values, name).items():
+                if key not in self.template.settings:
+                    can = ", ".join(sorted(self.template.settings)) or "nothing"
+                    raise ValueError(f"chat_template_kwargs.{key}: {self.template.name} does not read it, only {can}")
+                if settings.setdefault(key, value) != value:
+                    raise ValueError(f"the row sets {key} to {settings[key]!r} and to {value!r}")
+        return settings
+
+    def _refuse_special(self, messages: list[dict], tools: list[dict] | None) -> None:
+        """Special tokens may only come from the template. Thinking may be written in an answer, with its tags."""
+        for i, message in enumerate(messages):
+            for key, value in (*message.items(), *([("tools", tools)] if tools and not i else [])):
+                for text in [value] if isinstance(value, str) else _all_strings(value):
+                    if message["role"] == "assistant" and key == "content" and "think>" in text:
+                        text = THINK_TAGS.sub(" ", text)
+                    for found in self.special_tokens.finditer(text):
+                        where = key if key == "tools" else f"messages[{i}].{key}"
+                        if found.group() in ROLE_TOKENS:
+                            raise ValueError(f"{where} contains {found.group()}, which would end or begin a turn")
+                        if not self.settings.special_tokens_in_text:
+                            raise ValueError(_special(where, found.group()))
+
+
+def parse_row(raw: RawRow) -> tuple[dict, tuple[str, ...]]:
+    """The row and its kind; raises ValueError if it is no JSON object or of no known kind."""
+    row = decode_row(raw)
+    for keys in KINDS:
+        if all(key in row for key in keys):
+            return row, keys
+    kinds = ", ".join("+".join(keys) for keys in KINDS)
+    for keys, line in CONVERSIONS.items():
+        if all(key in row for key in keys):
+            raise ValueError(f"{'+'.join(keys)} is no kind of row that is read ({kinds}); convert each with {line}")
+    raise ValueError(
+        f"the row has the keys {sorted(row)} and is of no known kind ({kinds}); convert each, as with row = "
+        '{"prompt": row["QUESTION"], "completion": row["ANSWER"]}'
+    )
+
+
+def _special(where: str, token: str) -> str:
+    return (
+        f"{where} contains the special token {token}, which would become a token of its own: take it out, or give "
+        "--special-tokens-in-text if it is meant"
+    )
+
+
+def _all_strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in [*value, *value.values()] if isinstance(value, dict) else value:
+            yield from _all_strings(item)
+
+
+def _object(value: Any, what: str) -> dict:
+    """An object, maybe as JSON text, without the members that are null; {} for null."""
+    value = parsed(value, what)
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"{what} must be an object, got {value!r:.80}")
+    return {key: item for key, item in (value or {}).items() if item is not None}
+
+
+def _string(row: dict, key: str) -> str:
+    if not isinstance(row[key], str):
+        raise ValueError(f"{key} must be a string, got {row[key]!r:.80}")
+    return row[key]
+
+
+def _hellaswag(row: dict) -> tuple[tuple[str, str], tuple[str, str]]:
+    """The context, a space, and the right ending, which is the target."""
+    endings, label = row["endings"], row["label"]
+    if not isinstance(endings, list) or not all(isinstance(ending, str) for ending in endings):
+        raise ValueError(f"endings must be a list of strings, got {endings!r:.80}")
+    if str(label) not in map(str, range(len(endings))):
+        raise ValueError(f"label is {label!r:.80}, but there are {len(endings)} endings, numbered from 0")
+    return ("ctx", _string(row, "ctx").rstrip()), ("endings", " " + endings[int(label)].lstrip())
