@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_glm.checkpoint.hf import all_hf_tensors, parameter_shapes
-from megatron_glm.config.model import PRESET_FOLDER, ModelConfig
+from megatron_glm.config.model import ModelConfig
+from megatron_glm.config.source import PRESET_FOLDER
 
 PRESET = PRESET_FOLDER / "glm5.2-tiny.json"
 TEMPLATE = Path(__file__).resolve().parents[1] / "tests" / "fixtures" / "glm-4.6-chat_template.jinja"

@@ -13,10 +13,11 @@ import torch
 
 from ..config import iterations
 from ..config.model import ModelConfig
+from ..config.quantization import EXPORT_BLOCK
 from . import hf, sharded
 from .chunks import Chunk, Piece, cut, describe
 from .files import copy_side_files, write_durably
-from .fp8 import EXPORT_BLOCK, SCALE_SUFFIX, quantize, scale_shape
+from .fp8 import SCALE_SUFFIX, quantize, scale_shape
 from .output import OutputFile, Run, identity, produce
 from .safetensors_io import INDEX_NAME, Outgoing, read_header, write_safetensors
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 SCALE_SUFFIX = "_scale_inv"
-EXPORT_BLOCK = (128, 128)  # of every FP8 release
 LARGEST = torch.finfo(torch.float8_e4m3fn).max  # 448
 
 

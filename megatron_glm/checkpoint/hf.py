@@ -7,7 +7,6 @@ and one tensor an expert and matrix there. Newer Hugging Face classes hold them 
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
 from collections.abc import Iterator
@@ -18,9 +17,11 @@ from typing import Any
 import torch
 
 from ..config.model import ModelConfig
+from ..config.quantization import EXPORT_BLOCK, weight_block
+from ..config.source import read_json, without_null
 from ..parallel.shard import Rectangle
 from .chunks import pieces_of, require
-from .fp8 import EXPORT_BLOCK, SCALE_SUFFIX, dequantize, scale_shape
+from .fp8 import SCALE_SUFFIX, dequantize, scale_shape
 from .safetensors_io import SafetensorsFolder
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -145,7 +146,7 @@ class HFCheckpoint:
         self.folder = folder
         self.source = SafetensorsFolder(folder, headers_only)
         self.config = self._drop_absent_mtp(ModelConfig.from_hf(folder / "config.json"))
-        self.block = _fp8_block(folder / "config.json")
+        self.block = weight_block(without_null(read_json(folder / "config.json")), folder / "config.json")
         self.shapes = parameter_shapes(self.config)
         self.tensors = {name: self._find(name, *spec) for name, spec in self.shapes.items()}
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -262,17 +263,6 @@ class HFCheckpoint:
         if not torch.equal(result.to(data.dtype), data):
             self.rounded[tensor.key] = data.dtype
         return result
-
-
-def _fp8_block(config_file: Path) -> tuple[int, int]:
-    """`quantization_config.weight_block_size`, 128 x 128 where the config does not say."""
-    quantization = json.loads(config_file.read_text()).get("quantization_config") or {}
-    if not isinstance(quantization, dict):
-        raise ValueError(f"{config_file}: quantization_config must be an object, not {quantization!r}")
-    block = quantization.get("weight_block_size") or EXPORT_BLOCK
-    if not isinstance(block, list | tuple) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
-        raise ValueError(f"{config_file}: weight_block_size must be two whole numbers of at least 1, not {block}")
-    return tuple(block)
 
 
 # what the FP8 releases leave as it is, beside embedding and head: 118,629 tensors of GLM-5.2-FP8 are 59,585 and a

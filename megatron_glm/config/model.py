@@ -7,28 +7,15 @@ config which is computed exactly.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-PRESET_FOLDER = Path(__file__).parents[1] / "presets"
-ARCHITECTURE = "GlmMoeDsaForCausalLM"
-MODEL_TYPE = "glm_moe_dsa"
+from .hf_keys import ARCHITECTURE, EXPERT_ALIASES, MODEL_TYPE, SERVED_VALUES, read_rope_theta, refuse_unserved
+from .quantization import weight_block
+from .source import locate, read_json, without_null
 
-# Fields whose only served value is known: anything else would be computed wrongly, so it is refused.
-SERVED_VALUES = {
-    "hidden_act": "silu",
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "mlp_bias": False,
-    "tie_word_embeddings": False,
-    "rope_interleave": True,
-    "indexer_rope_interleave": True,
-}
 DTYPES = ("bfloat16", "float16", "float32")
 MOST_LAYERS = 10_000  # of a kind; far above any model, and lists of this length take no time
 
@@ -98,19 +85,13 @@ class ModelConfig:
 
         Args:
             source: a folder with `config.json` (or `hf/config.json`, as in our checkpoints), a JSON file,
-                or a preset: glm5, glm5.1, glm5.2, glm5.2-tiny.
+                or a preset: glm5, glm5.1, glm5.2, glm5.2-tiny, in any spelling (GLM-5.2, glm52).
             overrides: single fields by name. A smaller `num_hidden_layers` keeps the first layers.
         Raises:
             ValueError: naming the field and the file where the config cannot be computed exactly.
         """
-        path = _locate(source)
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: not JSON: {error}") from error
-        if not isinstance(raw, dict):
-            raise ValueError(f"{path}: a config must be a JSON object, not {type(raw).__name__}")
-        config = _parse(raw, path)
+        path = locate(source)
+        config = _parse(without_null(read_json(path)), path)
         if overrides:
             config = _override(config, overrides, path)
         _check(config, path)
@@ -124,34 +105,21 @@ class ModelConfig:
         return content | SERVED_VALUES | {"num_key_value_heads": self.num_attention_heads}
 
 
-def _locate(source: str | Path) -> Path:
-    path = Path(source)
-    if path.is_dir():
-        for candidate in (path / "config.json", path / "hf" / "config.json"):
-            if candidate.is_file():
-                return candidate
-        raise ValueError(f"{path}: the folder holds neither config.json nor hf/config.json")
-    if path.is_file():
-        return path
-    preset = PRESET_FOLDER / f"{source}.json"
-    if preset.is_file():
-        return preset
-    presets = ", ".join(sorted(p.stem for p in PRESET_FOLDER.glob("*.json")))
-    raise ValueError(f"{source}: neither a folder, a config file nor a preset (presets: {presets})")
-
-
 def _parse(raw: dict[str, Any], path: Path) -> ModelConfig:
+    """The config of a JSON object without null members: they are as absent."""
+    for alias in EXPERT_ALIASES:
+        raw = {"n_routed_experts": raw[alias]} | raw if alias in raw else raw
     _check_containers(raw, path)
-    _refuse_unserved(raw, path)
-    rope = raw.get("rope_parameters") or {}
+    weight_block(raw, path)
+    refuse_unserved(raw, {field.name for field in fields(ModelConfig)}, path)
     values = {f.name: raw[f.name] for f in fields(ModelConfig) if f.name in raw and f.name != "indexer_types"}
-    values["rope_theta"] = rope.get("rope_theta", raw.get("rope_theta"))
+    values["rope_theta"] = read_rope_theta(raw, path)
     if values["rope_theta"] is None:
         raise ValueError(f"{path}: rope_parameters.rope_theta is missing (GLM-5: 1e6, GLM-5.2: 8e6); it has no default")
     if "dtype" not in values and "torch_dtype" in raw:
         values["dtype"] = raw["torch_dtype"]
-    eos = raw.get("eos_token_id")
-    values["eos_token_id"] = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+    eos = raw.get("eos_token_id", [])
+    values["eos_token_id"] = tuple(eos) if isinstance(eos, list) else (eos,)
 
     for field in fields(ModelConfig):
         derived = field.name in ("indexer_types", "mlp_layer_types", "rope_theta")
@@ -165,46 +133,27 @@ def _parse(raw: dict[str, Any], path: Path) -> ModelConfig:
 
 
 def _check_containers(raw: dict[str, Any], path: Path) -> None:
-    """Refuses fields that are no list, object or text where the rest of this file counts on one; null is as absent."""
-    lists = ("architectures", "indexer_types", "mlp_layer_types")
-    kinds = dict.fromkeys(lists, (list,)) | {"rope_parameters": (dict,), "index_topk_pattern": (str, list)}
+    """Refuses fields that are no list, object or text where the rest of this file counts on one."""
+    kinds = dict.fromkeys(("architectures", "indexer_types", "mlp_layer_types"), (list,))
+    kinds |= dict.fromkeys(("rope_parameters", "rope_scaling"), (dict,)) | {"index_topk_pattern": (str, list)}
     for name, served in kinds.items():
-        if raw.get(name) is not None and not isinstance(raw[name], served):
+        if name in raw and not isinstance(raw[name], served):
             words = " or ".join({list: "a list", dict: "an object", str: "a string"}[kind] for kind in served)
             raise ValueError(f"{path}: {name} is {raw[name]!r}, it must be {words}")
     for name in ("index_skip_topk_offset", "first_k_dense_replace"):
-        if raw.get(name) is not None and type(raw[name]) is not int:
+        if name in raw and type(raw[name]) is not int:
             raise ValueError(f"{path}: {name} is {raw[name]!r}, it must be a whole number")
-    eos = raw.get("eos_token_id")
-    ids_of = {"eos_token_id": eos if isinstance(eos, list) else [eos], "pad_token_id": [raw.get("pad_token_id")]}
-    for name, ids in ids_of.items():
-        if not all(token is None or type(token) is int for token in ids):
+    eos = raw.get("eos_token_id", [])
+    pad = [raw["pad_token_id"]] if "pad_token_id" in raw else []
+    for name, ids in {"eos_token_id": eos if isinstance(eos, list) else [eos], "pad_token_id": pad}.items():
+        if not all(type(token) is int for token in ids):
             raise ValueError(f"{path}: {name} is {raw[name]!r}, it must be a token id")
-
-
-def _refuse_unserved(raw: dict[str, Any], path: Path) -> None:
-    architectures = raw.get("architectures")
-    if architectures is not None and list(architectures) != [ARCHITECTURE]:
-        raise ValueError(f"{path}: architectures is {architectures}, only ['{ARCHITECTURE}'] is served")
-    if raw.get("model_type") != MODEL_TYPE:
-        raise ValueError(f"{path}: model_type is {raw.get('model_type')!r}, only {MODEL_TYPE!r} is served")
-    for name, served in SERVED_VALUES.items():
-        if raw.get(name, served) != served:
-            raise ValueError(f"{path}: {name} is {raw[name]!r}, only {served!r} is served")
-    rope_type = (raw.get("rope_parameters") or {}).get("rope_type", "default")
-    if rope_type != "default":
-        raise ValueError(f"{path}: rope_parameters.rope_type is {rope_type!r}, only 'default' is served")
-    if raw.get("rope_scaling") is not None:
-        raise ValueError(f"{path}: rope_scaling is {raw['rope_scaling']!r}, only null is served")
-    heads, kv_heads = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
-    if kv_heads is not None and kv_heads != heads:
-        raise ValueError(f"{path}: num_key_value_heads is {kv_heads}, it must equal num_attention_heads {heads}")
 
 
 def _indexer_types(raw: dict[str, Any], layers: int, path: Path) -> tuple[str, ...]:
     """The explicit list wins; a pattern or freq/offset beside it must say the same."""
     sources: dict[str, tuple[str, ...]] = {}
-    if raw.get("indexer_types") is not None:
+    if "indexer_types" in raw:
         sources["indexer_types"] = tuple(raw["indexer_types"])
     if (pattern := raw.get("index_topk_pattern")) is not None:
         names = {"F": "full", "S": "shared"}
@@ -212,7 +161,7 @@ def _indexer_types(raw: dict[str, Any], layers: int, path: Path) -> tuple[str, .
     if (freq := raw.get("index_topk_freq")) is not None:
         if type(freq) is not int or freq < 1:
             raise ValueError(f"{path}: index_topk_freq is {freq!r}, it must be a whole number of at least 1")
-        offset = 2 if raw.get("index_skip_topk_offset") is None else raw["index_skip_topk_offset"]
+        offset = raw.get("index_skip_topk_offset", 2)
         sources["index_topk_freq/index_skip_topk_offset"] = tuple(
             "full" if max(i - offset + 1, 0) % freq == 0 else "shared" for i in range(layers)
         )
@@ -229,12 +178,11 @@ def _indexer_types(raw: dict[str, Any], layers: int, path: Path) -> tuple[str, .
 
 
 def _mlp_types(raw: dict[str, Any], layers: int, path: Path) -> tuple[str, ...]:
-    if raw.get("mlp_layer_types") is not None:
+    if "mlp_layer_types" in raw:
         types = tuple(raw["mlp_layer_types"])
         _check_layer_list(types, "mlp_layer_types", ("dense", "sparse"), layers, path)
         return types
-    dense = raw.get("first_k_dense_replace")
-    return _leading_dense(3 if dense is None else dense, layers)
+    return _leading_dense(raw.get("first_k_dense_replace", 3), layers)
 
 
 def _leading_dense(dense: int, layers: int) -> tuple[str, ...]:

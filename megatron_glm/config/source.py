@@ -1,0 +1,128 @@
+"""Where a model comes from: presets, folders and their files, and what is said when a path is none of them.
+
+A file is checked here before anything reads it: a link whose target is gone, or the small text file that Git leaves in
+place of a large one (a Git LFS pointer), would otherwise be found hours later, or copied along.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+PRESET_FOLDER = Path(__file__).parents[1] / "presets"
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+# owner/name, also as an address; pathlib makes one slash of two
+HUB_ADDRESS = re.compile(
+    r"(?:hf:/+|https?:/+(?:www\.)?(?:huggingface\.co|hf\.co)/)?([\w.-]+/[\w.-]+?)(?:/|/tree/.*|@.*)?"
+)
+LATEST_NAME = "latest_checkpointed_iteration.txt"
+
+
+def preset(name: str) -> Path | None:
+    """The preset of this name in any spelling: glm5.2, GLM-5.2, glm52 and glm_5_2 are the same."""
+    plain = re.sub(r"[\W_]", "", name).lower()
+    return next((path for path in PRESET_FOLDER.glob("*.json") if re.sub(r"[\W_]", "", path.stem) == plain), None)
+
+
+def locate(source: str | Path) -> Path:
+    """The config.json of a model: that of a folder, a JSON file, or a preset.
+
+    Raises: ValueError that says what the path is instead, or how to download it.
+    """
+    path = Path(source)
+    if path.is_dir():
+        for candidate in (path / "config.json", path / "hf" / "config.json"):
+            if candidate.exists() or candidate.is_symlink():
+                return require_content(candidate)
+        raise ValueError(f"{path}: the folder holds neither config.json nor hf/config.json{describe(path)}")
+    if path.is_symlink() or path.is_file():
+        return require_content(path)
+    if (found := preset(str(source))) is not None:
+        return found
+    presets = ", ".join(sorted(p.stem for p in PRESET_FOLDER.glob("*.json")))
+    raise ValueError(
+        f"{source}: neither a folder, a config file nor a preset (presets: {presets}){download_hint(source)}"
+    )
+
+
+def describe(folder: Path) -> str:
+    """What a folder is that lacks a model's files, as the end of a message; empty if nothing is known of it."""
+    if (folder / LATEST_NAME).is_file() or any(folder.glob("iter_*")):
+        return f"; it is a checkpoint folder: --load {folder} reads it"
+    if (folder / ".metadata").is_file():
+        return f"; it is one iteration of a checkpoint: --load {folder.parent} reads it"
+    if (snapshots := sorted(folder.glob("snapshots/*/config.json"))) != []:
+        return f"; it is a download cache, and the model is in {snapshots[-1].parent}"
+    if len(inside := sorted(folder.glob("*/config.json"))) == 1:
+        return f"; there is one in {inside[0].parent}"
+    return ""
+
+
+def download_hint(source: str | Path) -> str:
+    """`; …: hf download …` where a path that does not exist looks like a model of the Hugging Face hub."""
+    match = HUB_ADDRESS.fullmatch(str(source))
+    if match is None or str(source).startswith("."):
+        return ""
+    name = match[1]
+    command = f"hf download {name} --local-dir hf/{name.split('/')[1]}"
+    return f"; a model of the Hugging Face hub is downloaded first: {command}"
+
+
+def require_folder(folder: Path, flag: str = "") -> None:
+    """Raises ValueError unless `folder` is one; `flag`, with a blank behind it, begins the message."""
+    if folder.is_dir():
+        return
+    if folder.is_symlink() and not folder.exists():
+        raise ValueError(f"{flag}{folder} is a link to {folder.readlink()}, which does not exist")
+    if folder.exists():
+        raise ValueError(f"{flag}{folder} is a file: give the folder that holds it, {folder.parent}")
+    raise ValueError(f"{flag}{folder} does not exist{download_hint(folder)}")
+
+
+def require_content(path: Path) -> Path:
+    """`path`, a file with content of its own.
+
+    Raises: ValueError if it is missing, a folder, a link to nothing or a Git LFS pointer.
+    """
+    if path.is_symlink() and not path.exists():
+        raise ValueError(f"{path} is a link to {path.readlink()}, which does not exist")
+    if not path.is_file():
+        raise ValueError(f"{path} is {'a folder, not a file' if path.is_dir() else 'missing'}")
+    with path.open("rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise ValueError(f"{path} is a Git LFS pointer, not the file itself: run git lfs pull in {path.parent}")
+    return path
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; a key that is null counts as absent, at any depth.
+
+    Raises: ValueError naming the file if it is not that, or says a key twice.
+    """
+    try:
+        content = json.loads(require_content(path).read_text(encoding="utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        if str(error).startswith(str(path)):
+            raise
+        raise ValueError(f"{path}: not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: a config must be a JSON object, not {type(content).__name__}")
+    return content
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object from its members, for `json.loads`; raises ValueError if a key is there twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)} is there twice")
+    return found
+
+
+def without_null(value: Any) -> Any:
+    """JSON without the members of objects that are null: they count as absent."""
+    if isinstance(value, dict):
+        return {name: without_null(member) for name, member in value.items() if member is not None}
+    return value
