@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,29 @@ from typing import Any
 import torch
 
 from ..config import iterations
+from ..config.hf_keys import EXPERT_ALIASES
 from ..config.model import ModelConfig
 from ..config.quantization import EXPORT_BLOCK
+from ..config.source import read_json, require_content, require_folder
 from . import hf, sharded
 from .chunks import Chunk, Piece, cut, describe
-from .files import copy_side_files, write_durably
+from .files import copy_side_files, side_files, write_durably
 from .fp8 import SCALE_SUFFIX, quantize, scale_shape
 from .output import OutputFile, Run, identity, produce
 from .safetensors_io import INDEX_NAME, Outgoing, read_header, write_safetensors
+
+# Keys of a config.json that say of a field of ModelConfig what its own key says, or follow from it: they go when an
+# export changes the field.
+OTHER_SPELLINGS = {
+    "dtype": ("torch_dtype",),
+    "indexer_types": ("index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"),
+    "mlp_layer_types": ("first_k_dense_replace",),
+    "n_routed_experts": EXPERT_ALIASES,
+    "num_hidden_layers": ("layer_types",),
+    "qk_nope_head_dim": ("qk_head_dim",),
+    "qk_rope_head_dim": ("qk_head_dim",),
+    "rope_theta": ("rope_theta", "rope_scaling"),
+}
 
 
 class Import:
@@ -94,9 +110,14 @@ class Export:
 
     def __init__(self, folder: Path, max_shard_bytes: int = 5 * 10**9, fp8: bool = False) -> None:
         self.folder, self.max_shard_bytes, self.fp8 = folder, max_shard_bytes, fp8
+        _require_checkpoint(folder)
         self.reader = sharded.Reader(folder)
         self.config = ModelConfig.from_hf(folder / "config.json")
         self.shapes = hf.parameter_shapes(self.config)
+        came = folder / "hf" / "config.json"
+        quantization = hf.quantization_config(self.shapes) if fp8 else None
+        source = came if came.is_file() else folder / "config.json"
+        self.config_json = _exported_config(source, self.config, quantization)
         self.reader.require({name: shape for name, (shape, _) in self.shapes.items()})
         for name in self.reader.shapes:
             if name not in self.shapes and not name.startswith("optimizer."):
@@ -139,11 +160,8 @@ class Export:
         weight_map = {key: file.name for file in files for key in file.keys}
         index = {"metadata": {"total_size": sum(file.nbytes for file in files)}, "weight_map": weight_map}
         write_durably(staging / INDEX_NAME, json.dumps(index, indent=2, sort_keys=True).encode())
-        if (self.folder / "hf").is_dir():
-            copy_side_files(self.folder / "hf", staging)
-        else:  # trained from scratch
-            write_durably(staging / "config.json", (self.folder / "config.json").read_bytes())
-        _set_quantization(staging / "config.json", hf.quantization_config(self.shapes) if self.fp8 else None)
+        copy_side_files(self.folder / "hf", staging)  # none if trained from scratch
+        write_durably(staging / "config.json", self.config_json)
 
     def _write_file(self, name: str, shard: list[Outgoing], run: Run, staging: Path) -> None:
         for nbytes in write_safetensors(staging / name, shard):
@@ -187,6 +205,17 @@ class Export:
             yield self.reader.tensor(tensor.name, offsets, sizes, tensor.dtype)
 
 
+def _require_checkpoint(folder: Path) -> None:
+    """Refuses what is no checkpoint, and one whose tokenizer and other files are not whole."""
+    require_folder(folder)
+    if not iterations.is_complete(folder) and (folder / "config.json").is_file():
+        raise ValueError(
+            f"{folder} is a Hugging Face folder, not a checkpoint: --from-hf {folder} --save DIR makes one"
+        )
+    for file in side_files(folder / "hf"):
+        require_content(folder / "hf" / file)
+
+
 def _whole_blocks(pieces: Iterator[torch.Tensor], rows: int) -> Iterator[torch.Tensor]:
     """The same rows, cut at multiples of `rows`."""
     left = None
@@ -211,9 +240,23 @@ def _require_equal(what: str, written: torch.Tensor, source: torch.Tensor) -> No
     raise ValueError(f"{what} was written wrongly: byte {byte} is {left[byte]:#04x}, in the source {right[byte]:#04x}")
 
 
-def _set_quantization(config_file: Path, quantization: dict[str, Any] | None) -> None:
-    """What the config says of the exported weights; one that says so already is left byte for byte."""
-    config = json.loads(config_file.read_text())
-    if config.pop("quantization_config", None) != quantization:
-        config |= {} if quantization is None else {"quantization_config": quantization}
-        write_durably(config_file, (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
+def _exported_config(config_file: Path, config: ModelConfig, quantization: dict[str, Any] | None) -> bytes:
+    """The config.json that came with the model, saying what is exported; one that does is left byte for byte.
+
+    It differs where the source promised an MTP layer that it lacked, and where flags of the run changed the model.
+    """
+    content, stored = read_json(config_file), ModelConfig.from_hf(config_file)
+    changed = {f.name for f in fields(ModelConfig) if getattr(stored, f.name) != getattr(config, f.name)}
+    if content.get("quantization_config") == quantization and not changed:
+        return config_file.read_bytes()
+    ours = config.to_hf()
+    for name in changed:
+        for other in OTHER_SPELLINGS.get(name, ()):
+            content.pop(other, None)
+        key = "rope_parameters" if name == "rope_theta" else name
+        content[key] = ours[key]
+    if "num_attention_heads" in changed:
+        content["num_key_value_heads"] = ours["num_key_value_heads"]
+    content.pop("quantization_config", None)
+    content |= {} if quantization is None else {"quantization_config": quantization}
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()

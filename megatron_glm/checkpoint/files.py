@@ -117,10 +117,25 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(doomed)
 
 
+def visible_files(folder: Path) -> list[Path]:
+    """Every file and link under a folder, relative to it, in order; hidden ones (such as a download cache) aside.
+
+    Links to folders are followed, each folder once.
+    """
+    found, seen = [], set()
+    for root, folders, names in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(root)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        found += [Path(root, name).relative_to(folder) for name in names if not name.startswith(".")]
+    return sorted(found)
+
+
 def side_files(folder: Path) -> list[Path]:
-    """Every file of a Hugging Face folder, relative to it, but weights and hidden files (such as a download cache)."""
-    found = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
-    return [p for p in found if not p.name.endswith(WEIGHT_SUFFIXES) and not any(s.startswith(".") for s in p.parts)]
+    """The files of a Hugging Face folder that hold no weights, relative to it."""
+    return [path for path in visible_files(folder) if not path.name.endswith(WEIGHT_SUFFIXES)]
 
 
 def copy_side_files(source: Path, target: Path) -> None:

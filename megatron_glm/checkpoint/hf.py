@@ -8,6 +8,7 @@ and one tensor an expert and matrix there. Newer Hugging Face classes hold them 
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from ..config.source import read_json, without_null
 from ..parallel.shard import Rectangle
 from .chunks import pieces_of, require
 from .fp8 import SCALE_SUFFIX, dequantize, scale_shape
-from .safetensors_io import SafetensorsFolder
+from .hf_folder import SafetensorsFolder, check_folder, format_of
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -143,15 +144,20 @@ class HFCheckpoint:
     """
 
     def __init__(self, folder: Path, headers_only: bool = False) -> None:
+        check_folder(folder)
         self.folder = folder
-        self.source = SafetensorsFolder(folder, headers_only)
-        self.config = self._drop_absent_mtp(ModelConfig.from_hf(folder / "config.json"))
+        config = ModelConfig.from_hf(folder)
         self.block = weight_block(without_null(read_json(folder / "config.json")), folder / "config.json")
+        self.source = SafetensorsFolder(folder, headers_only)
+        self.config = self._drop_absent_mtp(config)
         self.shapes = parameter_shapes(self.config)
-        self.tensors = {name: self._find(name, *spec) for name, spec in self.shapes.items()}
+        self.tensors = {name: self._holders(name, *spec) for name, spec in self.shapes.items()}
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self.rounded: dict[str, torch.dtype] = {}  # keys whose values changed when they took the config's dtype
         self._check_extra()
+        for tensors in self.tensors.values():
+            for tensor in tensors:
+                self._check_tensor(tensor)
 
     def _drop_absent_mtp(self, config: ModelConfig) -> ModelConfig:
         prefixes = tuple(f"model.layers.{layer}." for layer in config.mtp_layer_ids)
@@ -164,19 +170,20 @@ class HFCheckpoint:
         )
         return replace(config, num_nextn_predict_layers=0)
 
-    def _find(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[HFTensor]:
-        tensors = hf_tensors(name, shape, dtype)
+    def _holders(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[HFTensor]:
+        """The tensors that make up a canonical one here, there or not."""
         if ".mlp.experts." in name and (fused := fused_tensor(name, shape, dtype)).key in self.source.entries:
-            tensors = [fused]
-        for tensor in tensors:
-            entry = self.source.entries.get(tensor.key)
-            if entry is None:
-                raise ValueError(f"{self.folder} lacks the tensor {tensor.key} {list(tensor.shape)}")
-            if entry.shape != tensor.shape:
-                shapes = f"is {list(entry.shape)}, config.json says {list(tensor.shape)}"
-                raise ValueError(f"{entry.file}: {tensor.key} {shapes}")
-            self._check_scale(tensor)
-        return tensors
+            return [fused]
+        return hf_tensors(name, shape, dtype)
+
+    def _check_tensor(self, tensor: HFTensor) -> None:
+        entry = self.source.entries.get(tensor.key)
+        if entry is None:
+            raise ValueError(f"{self.folder} lacks the tensor {tensor.key} {list(tensor.shape)}")
+        if entry.shape != tensor.shape:
+            shapes = f"is {list(entry.shape)}, config.json says {list(tensor.shape)}"
+            raise ValueError(f"{entry.file}: {tensor.key} {shapes}")
+        self._check_scale(tensor)
 
     def _check_scale(self, tensor: HFTensor) -> None:
         entry, scale = self.source.entries[tensor.key], self.source.entries.get(tensor.key + SCALE_SUFFIX)
@@ -198,10 +205,21 @@ class HFCheckpoint:
             )
 
     def _check_extra(self) -> None:
+        """Refuses tensors that are no part of the model; those of a quantised one name its format."""
         used = {tensor.key for tensors in self.tensors.values() for tensor in tensors}
-        for key, entry in self.source.entries.items():
-            if key not in used and key.removesuffix(SCALE_SUFFIX) not in used:
-                raise ValueError(f"{entry.file}: the tensor {key} belongs to no part of this model")
+        extra = [key for key in self.source.entries if key not in used and key.removesuffix(SCALE_SUFFIX) not in used]
+        if not extra:
+            return
+        if (quantised := format_of(extra)) is not None:
+            raise ValueError(
+                f"{self.folder} holds quantised weights: {quantised}. Read are bfloat16, float16, float32 and FP8 with "
+                "a scale for each block (*.weight_scale_inv)"
+            )
+        key, entry = extra[0], self.source.entries[extra[0]]
+        layer = re.match(r"model\.layers\.(\d+)\.", key)
+        layers, mtp = self.config.num_hidden_layers, self.config.num_nextn_predict_layers
+        counts = f": config.json says {layers} layers and {mtp} MTP layers" if layer and int(layer[1]) >= layers else ""
+        raise ValueError(f"{entry.file}: the tensor {key} belongs to no part of this model{counts}")
 
     def read(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
         """The rectangle of a canonical tensor, in its canonical dtype; the next `read` may overwrite it.

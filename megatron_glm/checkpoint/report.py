@@ -9,10 +9,10 @@ from pathlib import Path
 
 from ..config import iterations
 from ..config.model import ModelConfig
+from ..config.source import require_folder
 from . import hf, sharded
 from .files import UNFINISHED
 from .output import OutputFile
-from .safetensors_io import INDEX_NAME, SINGLE_NAME, SafetensorsFolder
 
 SHOWN_FAULTS = 10
 
@@ -42,7 +42,8 @@ def inspect(folder: Path, data: bool, show: Callable[[str], object]) -> None:
     data: read every stored byte and compare its checksum, too (of a Hugging Face folder there are none).
     Raises: ValueError that lists the first faults, after showing what could be read.
     """
-    if (folder / INDEX_NAME).is_file() or (folder / SINGLE_NAME).is_file():
+    require_folder(folder)
+    if not iterations.any_saved(folder):
         _inspect_hf(folder, data, show)
         return
     there = sorted(path.name for path in folder.glob(iterations.ITERATIONS))
@@ -111,9 +112,9 @@ def _faults(reader: sharded.Reader, config: ModelConfig, data: bool) -> Iterator
 def _inspect_hf(folder: Path, data: bool, show: Callable[[str], object]) -> None:
     if data:
         raise ValueError(f"{folder}: a Hugging Face folder has no checksums that --verify could compare")
-    entries = SafetensorsFolder(folder).entries
-    files = {entry.file for entry in entries.values()}
     checkpoint = hf.HFCheckpoint(folder)
+    entries = checkpoint.source.entries
+    files = {entry.file for entry in entries.values()}
     _show_model(checkpoint.config, show)
     dtypes: dict[str, int] = {}
     for entry in entries.values():

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..config.source import require_content, unique
 from .archives import mapped
 from .files import naming
 
@@ -54,52 +55,18 @@ class Entry:
         return mapped(self.file, self.start, self.dtype, self.shape)
 
 
-class SafetensorsFolder:
-    """The tensors of a Hugging Face folder by key, found through its index or in its single file.
-
-    Only headers are read here; `headers_only` allows files that end behind them.
-    Raises ValueError naming tensor and file for whatever does not fit together: an index that names a missing file or
-    tensor, a tensor that the index does not know, truncated files.
-    """
-
-    def __init__(self, folder: Path, headers_only: bool = False) -> None:
-        self.entries: dict[str, Entry] = {}
-        index = folder / INDEX_NAME
-        if not index.is_file():
-            if not (folder / SINGLE_NAME).is_file():
-                what = f"holds neither {INDEX_NAME} nor {SINGLE_NAME}" if folder.is_dir() else "does not exist"
-                raise ValueError(f"{folder} {what}")
-            self.entries = read_header(folder / SINGLE_NAME, headers_only)
-            return
-        weight_map = _weight_map(index)
-        for name in sorted(set(weight_map.values())):
-            if not (folder / name).is_file():
-                key = next(key for key, file in weight_map.items() if file == name)
-                raise ValueError(f"{folder / name} is missing; {INDEX_NAME} places {key} in it")
-            for key, entry in read_header(folder / name, headers_only).items():
-                if weight_map.get(key) != name:
-                    raise ValueError(f"{folder / name} holds {key}, which {INDEX_NAME} places in {weight_map.get(key)}")
-                self.entries[key] = entry
-        for key in weight_map.keys() - self.entries.keys():
-            raise ValueError(f"{folder / weight_map[key]} lacks {key}, which {INDEX_NAME} places in it")
-
-    def tensor(self, key: str) -> torch.Tensor:
-        """The whole tensor as a view of the mapped file."""
-        return self.entries[key].tensor()
-
-
 def read_header(file: Path, headers_only: bool = False) -> dict[str, Entry]:
     """The tensors of one safetensors file. Raises ValueError if it is truncated or no such file.
 
     headers_only: the data may be missing.
     """
-    size = file.stat().st_size
+    size = require_content(file).stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > size - 8:
             raise ValueError(f"{file} is truncated: {size} bytes, its header alone needs {length + 8}")
         try:
-            header = json.loads(stream.read(length))
+            header = json.loads(stream.read(length), object_pairs_hook=unique)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{file} has no safetensors header: {error}") from error
     if not isinstance(header, dict):
@@ -117,18 +84,6 @@ def read_header(file: Path, headers_only: bool = False) -> dict[str, Entry]:
     return entries
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    """{key: file name} of an index; the files lie beside it."""
-    try:
-        content = json.loads(index.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{index} is not a safetensors index: {error}") from error
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ValueError(f"{index} is not a safetensors index: it has no weight_map from tensors to files")
-    return weight_map
-
-
 def _entry(file: Path, key: str, fields: Any, first: int) -> Entry:
     """A tensor as the header describes it; the data begin at byte `first` of the file."""
     try:
@@ -138,7 +93,8 @@ def _entry(file: Path, key: str, fields: Any, first: int) -> Entry:
     if not all(isinstance(number, int) and number >= 0 for number in (*shape, start, end)):
         raise ValueError(f"{file} has a damaged header: {key} is described as {fields!r}")
     if not isinstance(name, str) or name not in DTYPES:
-        raise ValueError(f"{file}: {key} has the unknown dtype {name}")
+        quantised = " of quantised weights" if str(name).startswith(("F4", "F6", "F8")) else ""
+        raise ValueError(f"{file}: {key} has the unknown dtype {name}{quantised}")
     nbytes = math.prod(shape) * DTYPES[name].itemsize
     if end - start != nbytes:
         raise ValueError(f"{file}: {key} has {end - start} bytes, {list(shape)} of {DTYPES[name]} needs {nbytes}")

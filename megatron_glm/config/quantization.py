@@ -22,7 +22,9 @@ SERVED = {
     "expert_dtype": ("fp8",),
 }
 NEUTRAL = ("weight_block_size", "modules_to_not_convert", "modules_to_convert", "ignored_layers", "dequantize")
-NAMES = ("quant_method", "quant_algo", "quantization", "quant_type", "bnb_4bit_quant_type", "format", "method", "type")
+NAMES = """
+    quant_method quant_algo quantization quant_type model_quant_type bnb_4bit_quant_type format method type
+""".split()
 BITS = ("bits", "num_bits", "w_bit", "wbits", "nbits", "weight_bits")
 
 

@@ -11,13 +11,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+from . import iterations
+
 PRESET_FOLDER = Path(__file__).parents[1] / "presets"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 # owner/name, also as an address; pathlib makes one slash of two
 HUB_ADDRESS = re.compile(
     r"(?:hf:/+|https?:/+(?:www\.)?(?:huggingface\.co|hf\.co)/)?([\w.-]+/[\w.-]+?)(?:/|/tree/.*|@.*)?"
 )
-LATEST_NAME = "latest_checkpointed_iteration.txt"
 
 
 def preset(name: str) -> Path | None:
@@ -49,10 +50,8 @@ def locate(source: str | Path) -> Path:
 
 def describe(folder: Path) -> str:
     """What a folder is that lacks a model's files, as the end of a message; empty if nothing is known of it."""
-    if (folder / LATEST_NAME).is_file() or any(folder.glob("iter_*")):
-        return f"; it is a checkpoint folder: --load {folder} reads it"
-    if (folder / ".metadata").is_file():
-        return f"; it is one iteration of a checkpoint: --load {folder.parent} reads it"
+    if iterations.any_saved(folder):
+        return f"; it is a checkpoint: --load {folder} reads it"
     if (snapshots := sorted(folder.glob("snapshots/*/config.json"))) != []:
         return f"; it is a download cache, and the model is in {snapshots[-1].parent}"
     if len(inside := sorted(folder.glob("*/config.json"))) == 1:

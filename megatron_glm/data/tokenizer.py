@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
+from megatron_glm.config.source import describe, download_hint, require_content
+
 END_OF_TEXT = "<|endoftext|>"
 
 _BRACKETS = re.compile(r"<.+>|\[.+\]")
@@ -34,15 +36,20 @@ class Tokenizer:
         path = Path(path)
         if path.is_dir():
             found = [path / "tokenizer.json", *sorted(path.glob("*.model"))]
-            found = [file for file in found if file.is_file()]
+            found = [file for file in found if file.exists() or file.is_symlink()]
             if not found:
-                raise ValueError(f"--tokenizer-model: the folder {path} holds neither tokenizer.json nor a .model file")
+                what = f"neither tokenizer.json nor a .model file{describe(path)}"
+                raise ValueError(f"--tokenizer-model: the folder {path} holds {what}")
             path = found[0]
-        if not path.is_file():
+        if not path.exists() and not path.is_symlink():
             wanted = "a tokenizer.json, a .model file or the folder of one"
-            raise ValueError(f"--tokenizer-model: {path} does not exist; name {wanted}")
+            raise ValueError(f"--tokenizer-model: {path} does not exist; name {wanted}{download_hint(path)}")
         if path.suffix not in (".json", ".model"):
             raise ValueError(f"--tokenizer-model: {path} is neither a .json nor a .model file")
+        try:
+            require_content(path)
+        except ValueError as error:
+            raise ValueError(f"--tokenizer-model: {error}") from error
         return _from_json(path) if path.suffix == ".json" else _from_sentencepiece(path)
 
     def require(self, token: str) -> int:

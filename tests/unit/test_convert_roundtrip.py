@@ -158,7 +158,8 @@ def test_promised_but_absent_mtp_layer_is_left_out_with_one_warning(tmp_path: Pa
     assert len(caught) == 1
     hf_folder.assert_same_tensors(exported, without)
     assert ModelConfig.from_hf(tmp_path / "ckpt" / "iter_0000000").num_nextn_predict_layers == 0
-    assert (tmp_path / "back" / "config.json").read_bytes() == (tmp_path / "hf" / "config.json").read_bytes()
+    promised = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == promised | {"num_nextn_predict_layers": 0}
 
 
 def test_config_without_mtp_layer(tmp_path: Path):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from megatron_glm.checkpoint.safetensors_io import SafetensorsFolder
+from megatron_glm.checkpoint.hf_folder import SafetensorsFolder
 from megatron_glm.config.model import ModelConfig
 from megatron_glm.data.loader import load_documents
 from megatron_glm.data.rows import RowSettings

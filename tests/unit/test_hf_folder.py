@@ -1,0 +1,238 @@
+"""Files of a Hugging Face folder that contradict each other, are not whole, or hold something else than a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_glm.checkpoint import convert, hf
+from megatron_glm.checkpoint.output import Run
+from tests import hf_folder
+
+INDEX = "model.safetensors.index.json"
+SHARDS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 19970699\n"
+NORM = "model.norm.weight"
+MTP = "model.layers.6."
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("original") / "hf"
+    hf_folder.make_folder(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_sync(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(original, tmp_path / "hf")
+
+
+def edit(file: Path, change: Callable[[dict], object]) -> None:
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+def move(folder: Path, prefix: str, name: str) -> dict[str, torch.Tensor]:
+    """Takes the tensors of a prefix out of index and shards and puts them into one file."""
+    moved: dict[str, torch.Tensor] = {}
+    for shard in SHARDS:
+        tensors = load_file(folder / shard)
+        moved |= {key: tensors.pop(key) for key in list(tensors) if key.startswith(prefix)}
+        save_file(tensors, folder / shard)
+    edit(folder / INDEX, lambda index: [index["weight_map"].pop(key) for key in moved])
+    (folder / name).parent.mkdir(exist_ok=True)
+    save_file(moved, folder / name)
+    return moved
+
+
+def one_file(folder: Path) -> None:
+    """Makes model.safetensors of the shards and their index."""
+    tensors = hf_folder.read_folder(folder)
+    for name in (INDEX, *SHARDS):
+        (folder / name).unlink()
+    save_file(tensors, folder / "model.safetensors")
+
+
+def set_config(folder: Path, **changes: object) -> None:
+    edit(folder / "config.json", lambda config: config.update(changes))
+
+
+def pytorch_only(folder: Path) -> None:
+    one_file(folder)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def no_index(folder: Path) -> None:
+    (folder / INDEX).unlink()
+
+
+def twice(folder: Path) -> None:
+    tensors = load_file(folder / SHARDS[0]) | {NORM: load_file(folder / SHARDS[2])[NORM]}
+    save_file(tensors, folder / SHARDS[0])
+
+
+def repeated_key(folder: Path) -> None:
+    text = (folder / INDEX).read_text()
+    (folder / INDEX).write_text(text.replace('"weight_map": {', f'"weight_map": {{"{NORM}": "{SHARDS[0]}", '))
+
+
+def dangling(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(folder / "blobs" / "gone")
+
+    return change
+
+
+def pointer(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(POINTER) and None
+
+
+def extra(file: str, **tensors: torch.Tensor) -> Callable[[Path], None]:
+    return lambda folder: save_file({key.replace("__", "."): value for key, value in tensors.items()}, folder / file)
+
+
+def packed(ending: str, dtype: torch.dtype = torch.uint8) -> Callable[[Path], None]:
+    """Puts a tensor of a quantised release in the place of a weight."""
+    key = "model.layers.3.mlp.experts.5.up_proj."
+
+    def change(folder: Path) -> None:
+        move(folder, key, "other.safetensors")
+        save_file(
+            {key + ending: torch.zeros(4, 4).to(dtype), key + "weight_scale": torch.zeros(4)},
+            folder / "other.safetensors",
+        )
+
+    return change
+
+
+def side(name: str, content: object) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(json.dumps(content)) and None
+
+
+MODELOPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}
+REFUSED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "one file and an index": (
+        extra("model.safetensors", x=torch.zeros(1)),
+        ["both model.safetensors and model."],
+    ),
+    "two indices": (
+        lambda f: shutil.copy(f / INDEX, f / "model.safetensors.index.fp32.json"),
+        [INDEX, "model.safetensors.index.fp32.json"],
+    ),
+    "index of another name": (
+        lambda f: (f / INDEX).rename(f / "weights.safetensors.index.json"),
+        ["only an index of another name, weights.safetensors.index.json"],
+    ),
+    "shards without index": (no_index, [SHARDS[0], f"download {INDEX}"]),
+    "other name": (
+        lambda f: (one_file(f), (f / "model.safetensors").rename(f / "consolidated.safetensors")),
+        ["holds neither", "consolidated.safetensors"],
+    ),
+    "PyTorch": (pytorch_only, ["only pytorch_model.bin: save the model as safetensors"]),
+    "GGUF": (lambda f: (pytorch_only(f), (f / "pytorch_model.bin").rename(f / "q4.gguf")), ["only q4.gguf"]),
+    "shard missing": (lambda f: (f / SHARDS[1]).unlink(), [SHARDS[1], "is missing", INDEX]),
+    "shard elsewhere": (
+        lambda f: edit(f / INDEX, lambda index: index["weight_map"].update({NORM: "../x.safetensors"})),
+        [INDEX, NORM, "../x.safetensors, outside its folder"],
+    ),
+    "tensor in two shards": (twice, [SHARDS[0], NORM, "does not place there"]),
+    "key twice in the index": (repeated_key, [INDEX, f"the key {NORM} is there twice"]),
+    "empty index": (lambda f: (f / INDEX).write_text('{"weight_map": {}}'), [INDEX, "its weight_map is empty"]),
+    "copy outside the index": (
+        lambda f: save_file({NORM: torch.zeros(72)}, f / "consolidated.00.safetensors"),
+        ["consolidated.00.safetensors", SHARDS[2], f"both hold {NORM}"],
+    ),
+    "other shards left": (
+        lambda f: (one_file(f), save_file({NORM: torch.zeros(72)}, f / "model-00002-of-00002.safetensors")),
+        ["model-00002-of-00002.safetensors", "model.safetensors both hold"],
+    ),
+    "unknown tensors": (
+        extra("mtp.safetensors", mtp__enorm__weight=torch.zeros(72)),
+        ["mtp.safetensors", "mtp.enorm"],
+    ),
+    "deeper": (
+        lambda f: ((f / "mtp").mkdir(), save_file({"x": torch.zeros(72)}, f / "mtp" / "a.safetensors")),
+        ["mtp/a.safetensors: the tensor x belongs to no part of this model"],
+    ),
+    "MTP layer not promised": (
+        lambda f: (set_config(f, num_nextn_predict_layers=None), move(f, MTP, "mtp.safetensors")),
+        ["mtp.safetensors: the tensor model.layers.6.", "config.json says 6 layers and 0 MTP layers"],
+    ),
+    "half an MTP layer": (
+        lambda f: move(f, MTP + "mlp.", "mtp.safetensors") and (f / "mtp.safetensors").unlink(),
+        ["hf lacks the tensor model.layers.6.mlp.gate.weight"],
+    ),
+    "misshapen outside": (
+        lambda f: (move(f, NORM, "late.safetensors"), save_file({NORM: torch.zeros(71)}, f / "late.safetensors")),
+        ["late.safetensors", NORM, "[71]", "[72]"],
+    ),
+    "adapter beside": (side("adapter_config.json", {"peft_type": "LORA"}), ["adapter_config.json is of an adapter"]),
+    "adapter": (
+        lambda f: (no_index(f), save_file({"a": torch.zeros(1)}, f / "adapter_model.safetensors")),
+        ["adapter_model.safetensors is of an adapter", "merge it into its base model"],
+    ),
+    "NVFP4 beside": (side("hf_quant_config.json", MODELOPT), ["hf_quant_config.json", "modelopt, NVFP4"]),
+    "GPTQ beside": (side("quantize_config.json", {"bits": 4, "group_size": 128}), ["quantize_config.json", "4 bits"]),
+    "W8A8 beside": (
+        side("quant_model_description.json", {"model_quant_type": "W8A8"}),
+        ["quant_model_description.json"],
+    ),
+    "format in the config": (
+        lambda f: set_config(f, quantization_config={"quant_method": "compressed-tensors", "format": "int-quantized"}),
+        ["config.json", "compressed-tensors, int-quantized"],
+    ),
+    "NVFP4 tensors": (packed("weight_scale_2", torch.float32), ["NVFP4 (model.layers.3", "weight_scale_2"]),
+    "packed tensors": (packed("weight_packed"), ["compressed-tensors", "weight_packed"]),
+    "GPTQ tensors": (packed("qweight", torch.int32), ["GPTQ or AWQ (model.layers.3"]),
+    "bitsandbytes tensors": (packed("weight.quant_state.bitsandbytes__nf4"), ["bitsandbytes (model.layers.3"]),
+    "FP8 a tensor": (packed("weight", torch.float8_e4m3fn), ["a scale for each tensor", "weight_scale"]),
+    "dangling shard": (dangling(SHARDS[1]), [SHARDS[1], "is a link to", "gone, which does not exist"]),
+    "dangling config": (dangling("config.json"), ["config.json is a link to"]),
+    "dangling tokenizer": (dangling("tokenizer.json"), ["tokenizer.json is a link to"]),
+    "dangling folder": (dangling("additional_chat_templates"), ["additional_chat_templates is a link to"]),
+    "pointer in a folder": (pointer("additional/other.jinja"), ["additional/other.jinja is a Git LFS pointer"]),
+} | {
+    f"pointer {name}": (pointer(name), [f"{name} is a Git LFS pointer", "git lfs pull"])
+    for name in (SHARDS[2], INDEX, "config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_is_refused_from_names_and_headers(case: str, folder: Path):
+    change, words = REFUSED[case]
+    change(folder)
+    with pytest.raises(ValueError) as error:
+        hf.HFCheckpoint(folder)
+    message = str(error.value)
+    assert "\n" not in message and str(folder) in message, message
+    for word in words:
+        assert word in message, message
+
+
+def test_weights_outside_the_index_are_read(folder: Path):
+    """An MTP layer in a file of its own, with or without an index beside it."""
+    tensors = hf_folder.read_folder(folder)
+    move(folder, MTP, "mtp.safetensors")
+    move(folder, NORM, "late/norm.safetensors")
+    convert.Import(hf.HFCheckpoint(folder), folder.parent / "ckpt").write(Run())
+    export = convert.Export(folder.parent / "ckpt" / "iter_0000000")
+    export.write(folder.parent / "back", Run())
+    hf_folder.assert_same_tensors(hf_folder.read_folder(folder.parent / "back"), tensors)
+    assert (folder.parent / "back" / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+    one_file(folder)
+    assert hf.HFCheckpoint(folder).config.num_nextn_predict_layers == 1
