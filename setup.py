@@ -1,21 +1,17 @@
+import runpy
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
+PACKAGES = runpy.run_path(str(Path(__file__).parent / "megatron_glm" / "packages.py"))
 LOGGING = ["tensorboard", "wandb", "matplotlib"]
 EXTRAS = {
     "test": ["pytest", "pytest-timeout", "ruff==0.17.6", "transformers>=5.24", "pyarrow", "sentencepiece", *LOGGING],
     "data": ["pyarrow", "sentencepiece"],
     "logging": LOGGING,
-    # Hopper kernels. tilelang needs apache-tvm-ffi < 0.1.13; later flashmla builds need a newer torch than 2.11.
-    "gpu": [
-        "tilelang==0.1.15",
-        "apache-tvm-ffi==0.1.12",
-        "z3-solver==4.15.4.0",
-        "nvidia-cudnn-frontend==1.32.0",
-        "nvidia-cutlass-dsl[cu13]==4.8.1",
-        "tokenspeed-flashmla==1.0.0.post20260615",
-    ],
     "te": ["transformer-engine[pytorch,core-cu13]==2.20.2"],
 }
+EXTRAS |= {entry.extra: entry.requirements for entry in PACKAGES["SETS"]}  # Hopper kernels, with the torch they fit
 
 setup(
     name="megatron-glm",
@@ -25,6 +21,6 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_glm", "megatron_glm.*"]),
     package_data={"megatron_glm": ["presets/*.json"]},
-    install_requires=["torch>=2.11", "numpy", "safetensors", "tokenizers", "jinja2", "tqdm"],
+    install_requires=["torch>={}.{}".format(*PACKAGES["TORCH"]), *PACKAGES["REQUIRED"]],
     extras_require=EXTRAS,
 )

@@ -1,42 +1,104 @@
 #!/usr/bin/env bash
 # Installs the package with its test extra, editable, into the active environment or else into .venv, and prints
-# that environment's interpreter. Does nothing else when the environment is up to date, nor when PYTHON names the
-# interpreter to use as it is.
+# that environment's interpreter. Where a Hopper GPU is seen, the GPU packages come too (megatron_glm/packages.py).
+# Does nothing else when the environment is up to date, nor when PYTHON names the interpreter to use as it is.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+fail() { echo "error: $*" >&2 && exit 2; }
+packages() { "$python" -m megatron_glm.packages "$@"; }
+new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+
 if [ -n "${PYTHON:-}" ]; then
-  echo "$PYTHON"
+  python=$PYTHON
+  command -v "$python" >/dev/null || fail "PYTHON=$python is no program"
+  new_enough "$python" || fail "PYTHON=$python is $("$python" -V 2>&1 | head -1), not Python 3.11 or newer"
+  fault=$(packages check 2>&1) || fail "PYTHON=$python cannot be used: ${fault#error: }"
+  echo "$python"
   exit
 fi
 
 environment=${VIRTUAL_ENV:-${CONDA_PREFIX:-$PWD/.venv}}
 python=$environment/bin/python
-stamp=$environment/.megatron_glm_setup
-wanted="$PWD $(cat setup.py pyproject.toml examples/setup.sh | cksum)"
+stamp=$environment/.megatron_glm_setup # what was set up; "unfinished" in the meantime
+log=$environment/.megatron_glm_setup.log
+files="$PWD $(cat setup.py megatron_glm/packages.py examples/setup.sh | cksum)"
 
-# An installed torch stays (a GPU machine's own build); without a GPU, one release is pinned.
-install_torch() {
-  if "$python" -c 'import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))' 2>/dev/null; then
-    return
-  elif nvidia-smi >/dev/null 2>&1; then
-    "$python" -m pip install -q 'torch>=2.11'
-  else
-    "$python" -m pip install -q 'torch==2.13.0'
+# hopper: a GPU that the kernels serve, with a driver for CUDA 13; gpu: another one; or cpu.
+hardware() {
+  local found=cpu capability driver
+  while IFS=', ' read -r capability driver; do
+    found=gpu
+    if [ "$capability" = 9.0 ] && [ "${driver%%.*}" -ge 580 ] && [ "$(uname -m)" = x86_64 ]; then
+      found=hopper && break
+    fi
+  done < <(nvidia-smi --query-gpu=compute_cap,driver_version --format=csv,noheader 2>/dev/null | grep '^[0-9]')
+  echo "$found"
+}
+
+# What was set up beside a Hopper GPU serves a machine without one too (a login node), not the other way round.
+up_to_date() {
+  local found
+  found=$(cat "$stamp" 2>/dev/null) || return 1
+  [ "$found" = "$files hopper" ] || [ "$found" = "$files $(hardware)" ] || return 1
+  packages check >/dev/null 2>&1
+}
+
+make_environment() {
+  local candidate
+  for candidate in python3 python3.13 python3.12 python3.11; do
+    if new_enough "$candidate" && { [ "$kind" != hopper ] || python=$candidate packages fresh >/dev/null 2>&1; }; then
+      rm -rf .venv && mkdir .venv && echo unfinished >"$stamp"
+      "$candidate" -m venv .venv >"$log" 2>&1 || { cat "$log" >&2 && fail "$candidate -m venv .venv failed"; }
+      return
+    fi
+  done
+  fail "python3 is $(python3 -V 2>&1), Python 3.11 to 3.13 is needed: activate an environment that has it"
+}
+
+# A package whose installation was cut off lacks the list of its files, and pip would take it for whole.
+remove_half_packages() {
+  find "$environment"/lib/python*/site-packages -maxdepth 1 -name '*.dist-info' -newer "$stamp" | while read -r folder; do
+    [ -e "$folder/RECORD" ] || rm -r "$folder"
+  done
+}
+
+pip() {
+  if ! "$python" -m pip "$@" -q --no-input --disable-pip-version-check >"$log" 2>&1; then
+    grep -v '^WARNING' "$log" | tail -n 15 >&2
+    fail "pip $* failed (all that it said: $log); what it has done is kept, run this again when the cause is gone"
   fi
 }
 
-if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
-  echo "setting up $environment (takes a minute or two) ..." >&2
-  if [ "$environment" = "$PWD/.venv" ]; then
-    if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-      echo "error: python3 is $(python3 -V 2>&1), 3.11 or newer is needed: activate an environment that has it" >&2
-      exit 1
-    fi
-    python3 -m venv "$environment"
+set_up() {
+  local kind own='' unfinished='' wanted others=()
+  kind=$(hardware)
+  [ "$environment" != "$PWD/.venv" ] || own=yes
+  [ "$(cat "$stamp" 2>/dev/null)" != unfinished ] || unfinished=yes
+  echo "setting up $environment ($([ "$kind" = cpu ] && echo "a minute or two" || echo "several GB")) ..." >&2
+  if [ -n "$own" ] && { [ -n "$unfinished" ] || ! "$python" -c '' 2>/dev/null; }; then
+    make_environment
+  elif [ -n "$unfinished" ]; then
+    remove_half_packages
   fi
-  "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip >&2
-  install_torch >&2
-  "$python" -m pip install -q -e '.[test]' >&2
-  echo "$wanted" > "$stamp"
-fi
+  new_enough "$python" || fail "$environment has $("$python" -V 2>&1 | head -1), not Python 3.11 or newer"
+  echo unfinished >"$stamp"
+  "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip >"$log" 2>&1 || fail "$python has no pip: $log"
+  if ! wanted=$(packages "$kind" 2>&1); then
+    # Nobody else's torch: replaced. In an environment that was active, the user decides.
+    [ -n "$own" ] || fail "${wanted#error: }; or name the interpreter to use it as it is: PYTHON=$python"
+    wanted=$(packages fresh)
+  fi
+  if [ "$kind" = hopper ]; then
+    read -ra others < <(packages rivals)
+    [ ${#others[@]} = 0 ] || pip uninstall -y "${others[@]}"
+  fi
+  read -ra wanted <<<"$wanted"
+  pip install -e '.[test]' "${wanted[@]}"
+  packages check && packages "$kind" >/dev/null # what is wrong now is said, and not taken for done
+  echo "$files $kind" >"$stamp"
+}
+
+exec 9<.
+flock 9 2>/dev/null || true # one at a time, as under make -j; the pip of a killed setup holds the lock until it ends
+up_to_date || set_up
 echo "$python"

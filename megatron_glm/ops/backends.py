@@ -12,16 +12,12 @@ from importlib.util import find_spec
 
 import torch
 
+from megatron_glm import packages
 from megatron_glm.config import ModelConfig
 from megatron_glm.ops import dense_mla, indexer, sparse_mla
 
-DENSE = {"cudnn": "nvidia-cudnn-frontend"}  # module -> package; dense rows run on cuDNN with either GPU backend
-PACKAGES = {
-    "torch": {},
-    "cudnn": DENSE | {"cutlass": "nvidia-cutlass-dsl", "flash_mla": "tokenspeed-flashmla or sgl-flash-mla"},
-    "tilelang": {"tilelang": "tilelang", "tvm_ffi": "apache-tvm-ffi", "z3": "z3-solver"},
-}
-
+MODULES = {"torch": (), "cudnn": ("cudnn", "cutlass", "flash_mla"), "tilelang": ("tilelang", "tvm_ffi", "z3")}
+DENSE = "cudnn"  # dense rows run on cuDNN with either GPU backend
 HOPPER = "a Hopper GPU"
 
 
@@ -29,11 +25,23 @@ def lacking(backend: str, dense_rows: str = "off") -> list[str]:
     """What `backend` needs and this machine does not have, in words; empty if it can run."""
     if backend == "torch":
         return []
-    packages = PACKAGES[backend] | ({} if dense_rows == "off" else DENSE)
-    missing = [package for module, package in packages.items() if find_spec(module) is None]
+    modules = MODULES[backend] + (() if dense_rows == "off" or backend == DENSE else (DENSE,))
+    tested = packages.suited().packages
+    missing = [tested[module] for module in modules if find_spec(module) is None]
+    if refused_torch():
+        missing.append(f"torch {' or '.join(entry.torch for entry in packages.SETS)} for CUDA {packages.CUDA}")
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         missing.append(HOPPER)
     return missing
+
+
+def refused_torch() -> str | None:
+    """Why this torch cannot run the GPU backends, with what to install; None if it can."""
+    try:
+        packages.gpu_set(torch.__version__, torch.version.cuda)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def load(backend: str, dense_rows: str = "auto", deterministic: bool = False) -> None:
@@ -45,8 +53,9 @@ def load(backend: str, dense_rows: str = "auto", deterministic: bool = False) ->
         ValueError: if something is missing; it lists every choice and what that lacks.
     """
     if lacks := lacking(backend, dense_rows):
-        install = "" if lacks == [HOPPER] else "; pip install -e '.[gpu]' has the packages"
-        raise ValueError(f"--attention-backend {backend} cannot run here: {_choices(dense_rows)}{install}")
+        install = refused_torch() or f"{packages.suited().install} installs the packages"
+        hint = "" if lacks == [HOPPER] else f"; {install}"
+        raise ValueError(f"--attention-backend {backend} cannot run here: {_choices(dense_rows)}{hint}")
     if backend == "torch":
         return
     if deterministic and backend == "cudnn":
@@ -54,10 +63,8 @@ def load(backend: str, dense_rows: str = "auto", deterministic: bool = False) ->
     try:
         module = importlib.import_module(f"megatron_glm.ops.{backend}")
         dense = None if dense_rows == "off" else importlib.import_module("megatron_glm.ops.cudnn_dense")
-    except ImportError as error:
-        raise ValueError(
-            f"--attention-backend {backend}: its packages are here but fail to import ({error}); {_choices(dense_rows)}"
-        ) from error
+    except (ImportError, OSError) as error:  # OSError: a shared library that does not load
+        raise ValueError(f"--attention-backend {backend}: its packages fail to import: {error}; {_repair()}") from error
     backward = getattr(module, f"sparse_mla_backward_{backend}")
     if deterministic:
         backward = functools.partial(backward, deterministic=True)
@@ -88,5 +95,15 @@ def check(backend: str, model: ModelConfig, tensor_parallel: int) -> None:
 
 
 def _choices(dense_rows: str) -> str:
-    lacks = {name: lacking(name, dense_rows) for name in PACKAGES}
+    lacks = {name: lacking(name, dense_rows) for name in MODULES}
     return "; ".join(f"{name} lacks {', '.join(lack) if lack else 'nothing'}" for name, lack in lacks.items())
+
+
+def _repair() -> str:
+    """What differs from the set that was tested with this torch, and the command that installs it."""
+    chosen = packages.suited()
+    others = packages.rivals(chosen)
+    uninstall = f"pip uninstall -y {' '.join(others)} && " if others else ""
+    if differing := packages.differing(chosen):
+        return f"with torch {torch.__version__}, {', '.join(differing)}: {uninstall}{chosen.install}"
+    return "the packages are those tested with this torch; `python tools/doctor.py` shows what else is missing"

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from megatron_glm import packages
 from megatron_glm.config import DataConfig, KernelConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megatron_glm.config import flags as arguments
 from megatron_glm.ops import backends, indexer
@@ -35,7 +36,7 @@ def test_a_backend_that_cannot_run_is_refused_with_every_choice(backend, monkeyp
         backends.load(backend)
     message = str(caught.value)
     assert "torch lacks nothing" in message and "a Hopper GPU" in message
-    for name in ("nvidia-cudnn-frontend", "flashmla", "tilelang lacks"):
+    for name in (packages.suited().packages["flash_mla"], "nvidia-cudnn-frontend", "tilelang lacks"):
         assert name in message
     assert backend not in indexer.BACKENDS
 
@@ -47,8 +48,9 @@ def test_packages_of_other_backends_are_not_imported():
 
 def test_only_dense_rows_make_tilelang_need_cudnn(monkeypatch):
     monkeypatch.setattr(backends, "find_spec", lambda module: None if module == "cudnn" else object())
-    assert "nvidia-cudnn-frontend" in backends.lacking("tilelang", "auto")
-    assert "nvidia-cudnn-frontend" not in backends.lacking("tilelang", "off")
+    frontend = packages.SHARED["cudnn"]
+    assert frontend in backends.lacking("tilelang", "auto") and frontend in backends.lacking("cudnn", "off")
+    assert frontend not in backends.lacking("tilelang", "off")
 
 
 def test_a_broken_package_is_named(monkeypatch):
@@ -57,8 +59,28 @@ def test_a_broken_package_is_named(monkeypatch):
 
     monkeypatch.setattr(backends, "lacking", lambda *_: [])
     monkeypatch.setattr(backends.importlib, "import_module", fail)
-    with pytest.raises(ValueError, match="fail to import .libcudnn.so.9 not found"):
+    with pytest.raises(ValueError, match="fail to import: libcudnn.so.9 not found"):
         backends.load("cudnn")
+    monkeypatch.setattr(torch, "__version__", "2.14.1+cu130")
+    monkeypatch.setattr(packages, "installed_torch", lambda: ("2.14.1+cu130", "13.0"))
+    monkeypatch.setattr(packages, "holders", lambda chosen: {"flash_mla": ["pytest"]})
+    with pytest.raises(ValueError) as caught:
+        backends.load("cudnn")
+    assert f"pytest=={pytest.__version__} is installed where sgl-flash-mla==1.0.0 was tested" in str(caught.value)
+    assert str(caught.value).endswith("pip uninstall -y pytest && pip install -e '.[gpu-torch214]'")
+
+
+def test_a_torch_outside_the_table_is_refused_by_name(monkeypatch):
+    """On a Hopper GPU, with every package there."""
+    monkeypatch.setattr(backends, "find_spec", lambda module: object())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch, "__version__", "2.15.0+cu130")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(ValueError, match=r"torch 2.15.0\+cu130.*pip install -e '.\[gpu\]' \(torch 2.11.0\)"):
+        backends.load("tilelang")
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    assert backends.lacking("tilelang") == []
 
 
 @pytest.mark.parametrize("gpu, given, chosen", [(False, [], "torch"), (True, [], "cudnn"), (True, ["torch"], "torch")])

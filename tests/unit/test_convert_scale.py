@@ -23,8 +23,15 @@ from tests import hf_folder
 from tests.distributed import run
 from tests.unit.test_convert_errors import TOOL, full_disk_after, tool
 
-PEAK = "import resource, runpy, sys; sys.argv = sys.argv[1:]\ntry: runpy.run_path(sys.argv[0], run_name='__main__')\n"
-PEAK += "finally: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"
+# KiB of memory that the tool takes above what its imports hold: torch alone is 200 MB, 1 GB in a CUDA build.
+PEAK = """
+import re, resource, runpy, sys
+sys.argv = sys.argv[1:]
+import megatron_glm.checkpoint.convert, megatron_glm.checkpoint.report
+imports = int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1])
+try: runpy.run_path(sys.argv[0], run_name="__main__")
+finally: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - imports, file=sys.stderr)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +81,7 @@ def test_dry_run_at_full_size_from_headers(tmp_path: Path):
     *files, summary = done.stdout.splitlines()
     assert summary.startswith(f"would write {len(files)} files with 1369 tensors, {total} bytes")
     assert "part00000.distcp  536.9 MB  1 tensors  embed_tokens.weight" in files
-    assert int(done.stderr.split()[-1]) < 10**6, "KiB of memory"
+    assert 10**3 < int(done.stderr.split()[-1]) < 2 * 10**5  # 86,500 in either build of torch
     assert not (tmp_path / "ckpt").exists()
 
 

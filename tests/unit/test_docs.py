@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 NEEDS = "# needs: "
 FREE = {"hf", "source", "export", "cd", "mkdir"}  # not ours
-EXTRAS = {"test", "data", "logging", "gpu", "te"}
+EXTRAS = {"test", "data", "logging", "gpu", "gpu-torch214", "te"}
 
 
 def blocks(page: str) -> list[str]:

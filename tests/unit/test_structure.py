@@ -24,7 +24,7 @@ ALLOWED = {
     "training": CONFIG | {"parallel", "ops", "model", "data", "checkpoint", "training"},
 }
 # top-level modules that belong to a part
-MODULE_PARTS = {"flops": "config", "launch": "config", "signals": "config"}
+MODULE_PARTS = {"flops": "config", "launch": "config", "packages": "config", "signals": "config"}
 
 
 def part_of(module: str) -> str:
