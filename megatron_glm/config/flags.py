@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
+import itertools
 import os
 import sys
 import time
@@ -25,6 +25,7 @@ from . import (
     RunConfig,
     TrainConfig,
     flag_name,
+    sort_flags,
 )
 from .iterations import iteration_folder, start
 
@@ -61,6 +62,11 @@ MEGATRON_NAMES = {
     "num_nextn_predict_layers": "--mtp-num-layers",
 }
 HEAD_START = 10  # seconds: torchrun ends all ranks when one has left, and the first one has something to say
+NO_SHAPE = "give --hf-config DIR or PRESET, --load or --load-hf: the model has no shape yet"
+OTHER_SCRIPT = {
+    DataConfig: (PretrainDataConfig, "pretrain_glm.py"),
+    PretrainDataConfig: (DataConfig, "finetune_glm.py"),
+}
 PLAN_FLAGS = ("dry_run", "nnodes", "nproc_per_node", "gpu_memory_gb")
 NOT_OVERRIDABLE = {"indexer_types", "mlp_layer_types", "dtype", "pad_token_id", "eos_token_id"}
 
@@ -89,10 +95,64 @@ class Parser(argparse.ArgumentParser):
             word = unknown[0].split("=")[0]
             if not word.startswith("--"):
                 self.error(f"unexpected argument {word}")
-            known = [flag for action in self._actions for flag in action.option_strings]
-            nearest = difflib.get_close_matches(word, known, n=1)
-            self.error(f"unknown flag {word}" + (f"; did you mean {nearest[0]}?" if nearest else ""))
+            near = sort_flags.nearest(word, self.takes_value)
+            self.error(f"unknown flag {word}" + (f"; did you mean {near}?" if near else ""))
         return parsed
+
+    @property
+    def takes_value(self) -> dict[str, bool]:
+        """Every flag, and whether a value follows it."""
+        return {flag: action.nargs != 0 for action in self._actions for flag in action.option_strings}
+
+
+class RunParser(Parser):
+    """Of the training scripts: sorts all flags before it reads any, so that one message names all that is wrong.
+
+    `always_so` of its result are the accepted flags of Megatron's that change nothing.
+    """
+
+    def __init__(self, data: DataSection, **kwargs: Any) -> None:
+        super().__init__(exit_on_error=False, **kwargs)
+        other, script = OTHER_SCRIPT[data]
+        self.elsewhere = {flag_name(field.name): script for field in dataclasses.fields(other)}
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        if {"-h", "--help"} & set(words):
+            return super().parse_args(["--help"])
+        leading, flags = sort_flags.split(words)
+        known = sort_flags.Known(self.takes_value, self.elsewhere)
+        verdicts = [sort_flags.verdict(flag, known) for flag in flags]
+        own = [each.flag.words for each in verdicts if each.kind == sort_flags.ACCEPTED]
+        parsed, unread, error = None, [], ""
+        try:
+            parsed, unread = self.parse_known_args([*leading, *itertools.chain(*own)], namespace)
+        except argparse.ArgumentError as caught:
+            error = str(caught)
+        if parsed is not None and any(each.kind == sort_flags.WITH_MODEL for each in verdicts):
+            verdicts, error = _compare_with_model(verdicts, parsed)
+        if text := sort_flags.message(verdicts):
+            self.error(text + (f"\n  {error}" if error else ""))
+        if error:
+            self.error(error)
+        if unread:
+            self.error(f"unexpected argument {unread[0]}" + ("; write --FLAG VALUE" if "=" in unread[0] else ""))
+        parsed.always_so = [each.flag.word for each in verdicts if each.kind == sort_flags.ALWAYS_SO]
+        return parsed
+
+
+def _compare_with_model(
+    verdicts: list[sort_flags.Verdict], flags: argparse.Namespace
+) -> tuple[list[sort_flags.Verdict], str]:
+    """(the verdicts with those of the flags that the model fixes, why the model is not known or nothing)."""
+    try:
+        model = shape_of(flags)
+    except ValueError as error:
+        return verdicts, str(error)
+    given = {each.flag.name: each.flag for each in verdicts}
+    return [
+        sort_flags.compare(each.flag, given, model) if each.kind == sort_flags.WITH_MODEL else each for each in verdicts
+    ], ""
 
 
 def parse(
@@ -115,7 +175,14 @@ def configured(flags: argparse.Namespace, data: DataSection = DataConfig) -> Run
         config.check(int(os.environ.get("WORLD_SIZE", "1")))
     except ValueError as error:
         refuse(str(error))
+    print_always_so(flags)
     return config
+
+
+def print_always_so(flags: argparse.Namespace) -> None:
+    """One line, from the first rank, that names the accepted flags of Megatron's which change nothing."""
+    if flags.always_so and os.environ.get("RANK", "0") == "0":
+        print(f"{sort_flags.ALWAYS_SO}: {' '.join(dict.fromkeys(flags.always_so))}", flush=True)
 
 
 def _add_plan_flags(parser: argparse.ArgumentParser) -> None:
@@ -128,9 +195,10 @@ def _add_plan_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--gpu-memory-gb", type=float, metavar="X", help="memory of a GPU in GiB (default: 80)")
 
 
-def build_parser(description: str | None = None, data: DataSection = DataConfig) -> Parser:
+def build_parser(description: str | None = None, data: DataSection = DataConfig) -> RunParser:
     """The parser of all sections; only flags that were given appear in its result."""
-    parser = Parser(
+    parser = RunParser(
+        data,
         usage="%(prog)s {--load DIR | --hf-config DIR|PRESET} --data-path PATH … [flags]",
         description=description,
         argument_default=argparse.SUPPRESS,
@@ -168,8 +236,8 @@ def resolve(flags: argparse.Namespace, data: DataSection = DataConfig) -> RunCon
     if weights is not None and not (Path(weights) / "config.json").is_file():
         raise ValueError(f"--load-hf {weights}: the folder holds no model (config.json is missing)")
     if source is None and checkpoint is None and weights is None:
-        raise ValueError("give --hf-config DIR or PRESET, --load or --load-hf: the model has no shape yet")
-    overrides = {f.name: given[f.name] for f in dataclasses.fields(ModelConfig) if f.name in given}
+        raise ValueError(NO_SHAPE)
+    overrides = _overrides(flags)
     for flag, folder in (("--load", checkpoint), ("--load-hf", weights)):
         if source is not None and folder is not None:
             _require_same_model(source, flag, Path(folder), overrides)
@@ -178,6 +246,21 @@ def resolve(flags: argparse.Namespace, data: DataSection = DataConfig) -> RunCon
     candidates += [checkpoint / "hf"] if checkpoint else []
     hf_folder = next((str(folder) for folder in candidates if folder.is_dir()), None)
     return RunConfig(model=model, hf_folder=hf_folder, **sections)
+
+
+def shape_of(flags: argparse.Namespace) -> ModelConfig:
+    """The model that these flags name. Raises ValueError if they name none, or one that cannot be served."""
+    source = getattr(flags, "hf_config", None) or getattr(flags, "load_hf", None)
+    if source is None and "load" in flags:
+        source = iteration_folder(*start(flags.load, getattr(flags, "ckpt_step", None)))
+    if source is None:
+        raise ValueError(NO_SHAPE)
+    return ModelConfig.from_hf(source, **_overrides(flags))
+
+
+def _overrides(flags: argparse.Namespace) -> dict[str, Any]:
+    """Fields of the model that have flags of their own, by name."""
+    return {field.name: getattr(flags, field.name) for field in dataclasses.fields(ModelConfig) if field.name in flags}
 
 
 def _require_same_model(source: str, flag: str, checkpoint: Path, overrides: dict[str, Any]) -> None:

@@ -36,5 +36,5 @@ class Section:
             minimum = field.metadata["minimum"]
             if kind in (int, int | None) and value is not None and value < minimum:
                 raise ValueError(f"{flag_name(field.name)} is {value}; it must be at least {minimum}")
-            if kind is float and not math.isfinite(value):
+            if kind in (float, float | None) and value is not None and not math.isfinite(value):
                 raise ValueError(f"{flag_name(field.name)} is {value}; it must be a finite number")

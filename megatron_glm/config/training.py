@@ -19,6 +19,9 @@ class OptimizerConfig(Section):
         "cosine", "shape of the decay after warm-up; WSD stays at the peak until --lr-wsd-decay-iters are left"
     )
     lr_warmup_iters: int = option(0, "iterations of linear warm-up", minimum=0)
+    lr_warmup_fraction: float | None = option(
+        None, "share of --lr-decay-iters, or of all iterations, that warms up, instead of --lr-warmup-iters"
+    )
     lr_decay_iters: int | None = option(None, "iterations after which --min-lr is reached (default: all)")
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = option(
         "exponential", "shape of the decay at the end of WSD"
@@ -34,6 +37,10 @@ class OptimizerConfig(Section):
     clip_grad: float = option(1.0, "largest norm of the whole gradient; 0 = no clipping")
     moe_router_bias_update_rate: float = option(0.0, "step of the router's correction bias; 0 = frozen")
 
+    def warmup(self, end: int) -> int:
+        """Iterations of warm-up where the decay ends with iteration `end`."""
+        return self.lr_warmup_iters if self.lr_warmup_fraction is None else round(self.lr_warmup_fraction * end)
+
     def check(self, train_iters: int | None) -> None:
         for name in ("lr", "min_lr", "weight_decay", "adam_eps", "clip_grad", "moe_router_bias_update_rate"):
             if getattr(self, name) < 0:
@@ -48,21 +55,28 @@ class OptimizerConfig(Section):
                 )
         if self.min_lr > self.lr:
             raise ValueError(f"--min-lr ({self.min_lr}) is above --lr ({self.lr})")
+        if (fraction := self.lr_warmup_fraction) is not None:
+            if not 0 <= fraction <= 1:
+                raise ValueError(f"--lr-warmup-fraction is {fraction}; it must be in [0, 1]")
+            if self.lr_warmup_iters:
+                raise ValueError(
+                    f"--lr-warmup-fraction {fraction} and --lr-warmup-iters {self.lr_warmup_iters} both set the "
+                    "warm-up: give one"
+                )
         end, end_flag = self.lr_decay_iters, "--lr-decay-iters"
         if end is None:
             end, end_flag = train_iters, "--train-iters"
-        if end is not None and self.lr_warmup_iters > end:
-            raise ValueError(f"--lr-warmup-iters ({self.lr_warmup_iters}) is above {end_flag} ({end})")
+        warmup = 0 if end is None else self.warmup(end)
+        warmup_flag = "--lr-warmup-iters" if fraction is None else f"the iterations of --lr-warmup-fraction {fraction}"
+        if end is not None and warmup > end:
+            raise ValueError(f"{warmup_flag} ({warmup}) is above {end_flag} ({end})")
         style, decay = self.lr_decay_style, self.lr_wsd_decay_iters
         if (style == "WSD") != (decay is not None):
             raise ValueError(
                 f"--lr-decay-style {style} with --lr-wsd-decay-iters {decay}: WSD needs it, no other style takes it"
             )
-        if decay is not None and end is not None and self.lr_warmup_iters + decay > end:
-            raise ValueError(
-                f"--lr-warmup-iters ({self.lr_warmup_iters}) + --lr-wsd-decay-iters ({decay}) are above "
-                f"{end_flag} ({end})"
-            )
+        if decay is not None and end is not None and warmup + decay > end:
+            raise ValueError(f"{warmup_flag} ({warmup}) + --lr-wsd-decay-iters ({decay}) are above {end_flag} ({end})")
 
 
 @dataclass(frozen=True)
@@ -212,6 +226,7 @@ class LoggingConfig(Section):
     log_samples: bool = option(False, "name the samples of each iteration in --log-file: where each begins in the data")
     tensorboard_dir: str | None = option(None, "folder for TensorBoard")
     wandb_project: str | None = option(None, "log to this project of Weights & Biases (WANDB_MODE=offline: on disk)")
+    wandb_entity: str | None = option(None, "team or user whose project it is (default: as Weights & Biases says)")
     wandb_exp_name: str | None = option(None, "name of the run in Weights & Biases")
     wandb_save_dir: str = option("wandb_output", "folder of Weights & Biases' files")
     profile: bool = option(False, "record --profile-ranks with torch.profiler, one Chrome trace a rank")
@@ -235,5 +250,6 @@ class LoggingConfig(Section):
                 raise ValueError(f"--profile-ranks names rank {rank}, the ranks are 0 to {world_size - 1}")
         if self.log_samples and self.log_file is None:
             raise ValueError("--log-samples needs --log-file")
-        if self.wandb_exp_name is not None and self.wandb_project is None:
-            raise ValueError(f"--wandb-exp-name {self.wandb_exp_name} needs --wandb-project")
+        for name in ("wandb_entity", "wandb_exp_name"):
+            if (value := getattr(self, name)) is not None and self.wandb_project is None:
+                raise ValueError(f"{flag_name(name)} {value} needs --wandb-project")

@@ -23,10 +23,10 @@ def learning_rate(config: OptimizerConfig, iteration: int, train_iters: int) -> 
     peak, which arrives at `min_lr` after `lr_decay_iters` iterations and stays there. WSD (warm-up, stable, decay)
     decays in the last `lr_wsd_decay_iters` of them only.
     """
-    warmup, style = config.lr_warmup_iters, config.lr_decay_style
+    end, style = config.lr_decay_iters or train_iters, config.lr_decay_style
+    warmup = start = config.warmup(end)
     if iteration <= warmup:
         return config.lr * iteration / warmup
-    end, start = config.lr_decay_iters or train_iters, warmup
     if style == "WSD":
         style, start = config.lr_wsd_decay_style, max(warmup, end - config.lr_wsd_decay_iters)
     passed = min(1.0, max(0.0, (iteration - 1 - start) / max(1, end - start)))

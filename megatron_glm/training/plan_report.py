@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_glm.config import LARGEST_BF16_BETA, DataConfig, PretrainDataConfig, RunConfig, flag_name, iterations
-from megatron_glm.config.flags import PLAN_FLAGS, DataSection, refuse, resolve
+from megatron_glm.config.flags import PLAN_FLAGS, DataSection, print_always_so, refuse, resolve
 from megatron_glm.data.blend import parse_blend
 from megatron_glm.data.pretraining import parse_split
 from megatron_glm.flops import training_flops
@@ -40,6 +40,7 @@ def print_plan(flags: argparse.Namespace, data: DataSection = DataConfig) -> Non
         lines = list(report(plan, memory))
     except ValueError as error:
         refuse(str(error))
+    print_always_so(flags)
     print("\n".join([f"warning: {warning}" for warning in warnings] + lines))
 
 

@@ -119,6 +119,7 @@ class WeightsAndBiases:
         try:
             self.run = wandb.init(
                 project=logging.wandb_project,
+                entity=logging.wandb_entity,
                 name=logging.wandb_exp_name,
                 dir=logging.wandb_save_dir,
                 config=dataclasses.asdict(config),

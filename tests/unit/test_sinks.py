@@ -137,7 +137,7 @@ def test_weights_and_biases_keeps_the_run_over_restarts(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", Package)
     monkeypatch.setattr("megatron_glm.training.sinks.require_packages", lambda logging: None)
     monkeypatch.setattr("megatron_glm.training.initialize.require_packages", lambda logging: None)
-    flags = {"wandb_project": "glm", "wandb_exp_name": "tiny", "wandb_save_dir": "wb"}
+    flags = {"wandb_project": "glm", "wandb_entity": "team", "wandb_exp_name": "tiny", "wandb_save_dir": "wb"}
     run(train_iters=2, save="out", save_interval=1, **flags)
     run(preset=None, load="out", train_iters=3, **flags)
     first, second = (call for call in calls if isinstance(call, dict))

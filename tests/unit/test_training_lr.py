@@ -15,6 +15,12 @@ def test_warmup_is_linear_and_ends_at_the_peak():
     assert rates(lr_warmup_iters=4)[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
 
 
+def test_a_fraction_of_warmup_counts_from_the_end_of_the_decay():
+    assert rates(lr_warmup_fraction=0.25) == rates(lr_warmup_iters=3)
+    assert rates(lr_warmup_fraction=0.25, lr_decay_iters=8) == rates(lr_warmup_iters=2, lr_decay_iters=8)
+    assert rates(lr_warmup_fraction=0.0) == rates()
+
+
 def test_constant_stays():
     assert rates(lr_decay_style="constant", lr_warmup_iters=2)[1:] == [1.0] * 11
 
@@ -59,9 +65,15 @@ def test_wsd_stays_at_the_peak_and_decays_at_the_end_in_megatrons_shapes():
             {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 8, "lr_warmup_iters": 3},
             "--lr-warmup-iters (3) + --lr-wsd-decay-iters (8) are above --train-iters (10)",
         ),
+        ({"lr_warmup_fraction": 1.5}, "--lr-warmup-fraction is 1.5"),
+        ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 2}, "--lr-warmup-fraction 0.1 and --lr-warmup-iters 2"),
+        (
+            {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 8, "lr_warmup_fraction": 0.3},
+            "the iterations of --lr-warmup-fraction 0.3 (3) + --lr-wsd-decay-iters (8) are above --train-iters (10)",
+        ),
     ],
 )
-def test_wsd_flags_that_contradict_are_refused(fields, words):
+def test_flags_that_contradict_are_refused(fields, words):
     with pytest.raises(ValueError) as error:
         OptimizerConfig(**fields).check(10)
     assert words in str(error.value)
