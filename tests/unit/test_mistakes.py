@@ -46,6 +46,7 @@ def damaged() -> None:
 # name: exit code, flags besides those of tests/finetune.py, ranks, what is done before
 CASES: dict[str, tuple[int, dict, int, Callable[[], None] | None]] = {
     "no flag of this name": (2, {"seq_lenght": 24}, 1, None),
+    "a flag of another trainer": (2, {"learning_rate": 1e-4, "train_iters": 1}, 1, None),
     "no length of the run": (2, {}, 1, None),
     "no data there": (2, {"data_path": "data/tulu3.jsonl", "train_iters": 1}, 1, None),
     "no rows": (2, {"train_iters": 1}, 1, rows),
