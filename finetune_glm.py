@@ -14,8 +14,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from megatron_glm.config import RunConfig
+from megatron_glm.config.describe import describe
 from megatron_glm.config.flags import build_parser, configured
-from megatron_glm.launch import one_line_errors, ranks_from_slurm
+from megatron_glm.launch import one_line_errors, one_thread_on_a_cpu, ranks_from_slurm, say
 
 if TYPE_CHECKING:
     from megatron_glm.data.loader import MicroBatches
@@ -33,6 +34,8 @@ def main() -> None:
 
 
 def run(config: RunConfig) -> None:
+    say(describe(config, config.logging.verbose))
+    one_thread_on_a_cpu()
     # Importing torch takes a second or more: it happens here, after the flags are checked.
     from megatron_glm.training.checkpointing import load_checkpoint
     from megatron_glm.training.evaluate import evaluate
@@ -67,6 +70,7 @@ def packed(paths: Iterable[str], config: RunConfig) -> MicroBatches:
 
     data = config.data
     tokenizer = data.tokenizer_model or config.hf_folder
+    log(f"reading {' '.join(paths)}")
     documents = load_documents(paths, RowSettings(tokenizer, config.model.vocab_size, data.skip_bad_rows))
     dataset = PackedDataset(documents, data.seq_length, data.packing, data.overlong, config.train.seed)
     log(f"{' '.join(paths)}: {dataset.summary()}")

@@ -13,8 +13,9 @@ if __name__ == "__main__":
 from typing import TYPE_CHECKING
 
 from megatron_glm.config import PretrainDataConfig, RunConfig
+from megatron_glm.config.describe import describe
 from megatron_glm.config.flags import build_parser, configured
-from megatron_glm.launch import one_line_errors, ranks_from_slurm
+from megatron_glm.launch import one_line_errors, one_thread_on_a_cpu, ranks_from_slurm, say
 
 if TYPE_CHECKING:
     from megatron_glm.data.loader import MicroBatches
@@ -33,6 +34,8 @@ def main() -> None:
 
 
 def run(config: RunConfig) -> None:
+    say(describe(config, config.logging.verbose))
+    one_thread_on_a_cpu()
     # Importing torch takes a second or more: it happens here, after the flags are checked.
     from megatron_glm.training.checkpointing import load_checkpoint
     from megatron_glm.training.evaluate import evaluate
@@ -71,6 +74,7 @@ def datasets(config: RunConfig, groups: ParallelGroups) -> dict[str, MicroBatche
     from megatron_glm.training.initialize import on_one_rank
     from megatron_glm.training.logging import log
 
+    log("opening the data")
     samples = 0
     if not config.train.eval_only:
         start = start_of_run(config)  # its steps may have had another size

@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from megatron_glm.launch import is_first_rank
+
 REQUEUE = 75  # EX_TEMPFAIL: nothing is lost, start the same command again
 INTERRUPTED = 130  # as a shell says it: 128 + SIGINT
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -147,5 +149,5 @@ def _forget() -> None:
 
 def _say(message: str) -> None:
     """One line of the first rank. By os.write: a handler may run in the middle of a print."""
-    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+    if is_first_rank():
         os.write(2, f"{chr(10) * os.isatty(2)}{message}\n".encode())

@@ -98,10 +98,16 @@ def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -
     assert not different, different
 
 
+def json_log(file: str | Path) -> list[dict]:
+    """The iterations in a JSON log; what is left out says how they were run."""
+    lines = [json.loads(line) for line in Path(file).read_text().splitlines()]
+    return [line for line in lines if line.get("kind") != "config"]
+
+
 def records(file: str | Path) -> list[dict]:
     """The JSON log without what a clock or the memory says."""
     measured = ("seconds", "tokens_per_second_per_gpu", "tflops_per_gpu", "peak_memory_bytes")
-    lines = [json.loads(line) for line in Path(file).read_text().splitlines()]
+    lines = json_log(file)
     assert all(line[key] > 0 for line in lines for key in measured if key in line or "skipped" not in line)
     return [{key: value for key, value in line.items() if key not in measured} for line in lines]
 

@@ -1,4 +1,4 @@
-"""Draws the loss, gradient norm, tokens/s and memory of one or more runs from their --log-file to a PNG.
+"""Draws the loss, gradient norm, learning rate, tokens/s and memory of runs from their --log-file to a PNG.
 
 python tools/plot_log.py run/log.jsonl other/log.jsonl --save runs.png
 """
@@ -20,10 +20,12 @@ COLUMNS = 1000  # points of a line: of a longer run, each is the mean of its sha
 PANELS = (  # title, key of a record, scale
     ("lm loss", "lm_loss", 1.0),
     ("gradient norm", "grad_norm", 1.0),
+    ("learning rate", "learning_rate", 1.0),
     ("tokens/s of a GPU", "tokens_per_second_per_gpu", 1.0),
     ("peak memory of the fullest rank, GiB", "peak_memory_bytes", 2**-30),
 )
-FROM_ZERO = ("tokens_per_second_per_gpu", "peak_memory_bytes")
+FROM_ZERO = ("learning_rate", "tokens_per_second_per_gpu", "peak_memory_bytes")
+SMOOTHED = ("lm_loss", "grad_norm", "tokens_per_second_per_gpu")
 
 Points = list[tuple[float, float]]  # (iteration, value)
 
@@ -38,6 +40,8 @@ def read(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
+            if isinstance(record, dict) and record.get("kind") == "config":
+                continue
             records[operator.index(record["iteration"])] = record
         except (ValueError, KeyError, TypeError) as error:
             if number == len(lines) and not line.endswith(b"\n"):
@@ -61,6 +65,15 @@ def thinned(line: Points, columns: int = COLUMNS) -> Points:
     return [tuple(sum(values) / len(group) for values in zip(*group, strict=True)) for group in groups]
 
 
+def smoothed(line: Points, width: int) -> Points:
+    """Each value as the mean of the last `width` ones, fewer at the beginning."""
+    means, total = [], 0.0
+    for place, (iteration, value) in enumerate(line):
+        total += value - (line[place - width][1] if place >= width else 0.0)
+        means.append((iteration, total / min(place + 1, width)))
+    return means
+
+
 def names_of(paths: Sequence[Path]) -> list[str]:
     """The shortest ends of the paths, without ending, that tell them apart."""
     parts = [path.resolve().with_suffix("").parts for path in paths]
@@ -71,8 +84,11 @@ def names_of(paths: Sequence[Path]) -> list[str]:
     return names
 
 
-def draw(runs: dict[str, list[dict[str, Any]]], target: Path) -> None:
-    """Four panels with a line a run, and one legend."""
+def draw(runs: dict[str, list[dict[str, Any]]], target: Path, smooth: int = 1) -> None:
+    """Five panels with a line a run, and in place of the sixth the legend.
+
+    With `smooth` above 1 the lines are means of so many values, over the values themselves in a pale colour.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -82,47 +98,61 @@ def draw(runs: dict[str, list[dict[str, Any]]], target: Path) -> None:
     style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True}
     style |= {"grid.color": "0.9", "axes.axisbelow": True, "axes.titleweight": "bold", "axes.titlelocation": "left"}
     with pyplot.rc_context(style):
-        figure, axes = pyplot.subplots(2, 2, figsize=(11, 6.5), sharex=True, layout="constrained")
-        for axis, (title, key, scale) in zip(axes.flat, PANELS, strict=True):
+        figure, axes = pyplot.subplots(2, 3, figsize=(15, 6.5), sharex=True, layout="constrained")
+        for axis, (title, key, scale) in zip(axes.flat, PANELS, strict=False):
             for number, records in enumerate(runs.values()):
-                line = thinned(points(records, key, scale))
-                axis.plot([x for x, _ in line], [y for _, y in line], color=f"C{number % 10}", linewidth=1.2, alpha=0.8)
+                draw_line(axis, points(records, key, scale), f"C{number % 10}", smooth if key in SMOOTHED else 1)
                 if key == "lm_loss" and (valid := points(records, "valid_lm_loss")):
                     title = "lm loss (dots: validation)"
                     dots = {"color": f"C{number % 10}", "markeredgecolor": "black", "markersize": 5, "zorder": 3}
                     axis.plot([x for x, _ in valid], [y for _, y in valid], "o", **dots)
-            axis.set_title(title)
+            axis.set_title(title + (f", mean of {smooth}" if smooth > 1 and key in SMOOTHED else ""))
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
             axis.margins(x=0.01)
-            if key in FROM_ZERO:
-                axis.set_ylim(
-                    0, 1.1 * axis.dataLim.ymax if math.isfinite(axis.dataLim.ymax) else None
-                )  # inf: no run has it
-                axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
-        for axis in axes[1]:
             axis.set_xlabel("iteration")
-        handles = [axes[0, 1].lines[number] for number in range(len(runs))]
-        figure.legend(handles, runs, loc="outside upper left", ncols=4, frameon=False)
+            axis.tick_params(labelbottom=True)
+            if key in FROM_ZERO:
+                top = axis.dataLim.ymax  # infinite: no run has it
+                axis.set_ylim(0, 1.1 * top if math.isfinite(top) and top > 0 else None)
+            if key in FROM_ZERO and key != "learning_rate":
+                axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        handles = [pyplot.Line2D([], [], color=f"C{number % 10}") for number in range(len(runs))]
+        axes.flat[-1].axis("off")
+        axes.flat[-1].legend(handles, runs, loc="upper left", frameon=False)
         figure.savefig(target, dpi=130)
         pyplot.close(figure)
 
 
-def main() -> None:
+def draw_line(axis: Any, line: Points, color: str, smooth: int) -> None:
+    layers = [(line, 0.8)] if smooth == 1 else [(line, 0.2), (smoothed(line, smooth), 1.0)]
+    for layer, alpha in layers:
+        thin = thinned(layer)
+        axis.plot([x for x, _ in thin], [y for _, y in thin], color=color, linewidth=1.2, alpha=alpha)
+
+
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: parser.exit(2, f"error: {message}\n")  # one line, as the trainer does
     parser.add_argument("logs", nargs="+", type=Path, metavar="LOG.jsonl", help="what --log-file has written")
     parser.add_argument("--save", type=Path, default=Path("log.png"), metavar="PNG", help="default: log.png")
-    flags = parser.parse_args()
+    parser.add_argument("--smooth", type=int, default=1, metavar="N", help="draw means of the last N iterations")
+    return parser
+
+
+def main() -> None:
+    flags = build_parser().parse_args()
     try:
         if importlib.util.find_spec("matplotlib") is None:
             raise ValueError("drawing needs the package matplotlib: pip install -e '.[logging]'")
         if flags.save.suffix != ".png":
             raise ValueError(f"--save {flags.save} must end in .png")
+        if flags.smooth < 1:
+            raise ValueError(f"--smooth is {flags.smooth}; it must be at least 1")
         runs = dict(zip(names_of(flags.logs), map(read, flags.logs), strict=True))
         if len(runs) < len(flags.logs):
             raise ValueError(f"the same log is named twice in {' '.join(map(str, flags.logs))}")
         flags.save.parent.mkdir(parents=True, exist_ok=True)
-        draw(runs, flags.save)
+        draw(runs, flags.save, flags.smooth)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1 if isinstance(error, OSError) else 2)

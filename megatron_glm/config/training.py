@@ -219,6 +219,7 @@ class TrainConfig(Section):
 
 @dataclass(frozen=True)
 class LoggingConfig(Section):
+    verbose: bool = option(False, "show the whole configuration at the start, not only what differs from the defaults")
     log_interval: int = option(1, "iterations between log lines, and between statistics of gradients and experts")
     log_file: str | None = option(
         None, "write one JSON object an iteration to this file; a resumed run continues it after its checkpoint"

@@ -236,6 +236,7 @@ def load_checkpoint(
     """
     if (source := config.checkpoint.load_hf) is not None:
         wanted = config.model.num_nextn_predict_layers
+        log(f"loading {source}")
         sharded.together(groups.checkpoint, lambda: load_hf(Path(source), model_rectangles(chunks), wanted))
         log(f"loaded {source} (weights only)")
     if config.checkpoint.load is None:
@@ -260,6 +261,7 @@ def load_checkpoint(
                 what += f", whose moments were {was} and are {now} from here on"
             rectangles += optimizer_rectangles(chunks, optimizer)
             optimizer.set_steps(state["optimizer_steps"])
+    log(f"loading iteration {iteration} of {folder}")
     sharded.load(folder, iteration, rectangles, groups.checkpoint)
     log(f"loaded iteration {iteration} of {folder} ({what})")
     return progress

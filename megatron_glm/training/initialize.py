@@ -22,7 +22,7 @@ from megatron_glm.parallel.grid import check_layout
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.pipeline.layout import PipelineLayout, build_layout
 from megatron_glm.training.checkpointing import check_checkpoints
-from megatron_glm.training.logging import describe, log
+from megatron_glm.training.logging import log
 from megatron_glm.training.sinks import require_packages
 
 
@@ -59,13 +59,20 @@ def initialize(config: RunConfig) -> ParallelGroups:
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         if "RANK" in os.environ:
+            log(f"meeting {world_size} ranks at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}")
             dist.init_process_group(backend)
             signals.share(dist.distributed_c10d._get_default_store())
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(config.train.seed)
-    log(describe(config))
+    log(f"{machine(world_size)}, torch {torch.__version__}, attention by {kernels.attention_backend}")
     return ParallelGroups.create(config.parallel)
+
+
+def machine(ranks: int) -> str:
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    threads = "" if torch.cuda.is_available() else f", OMP_NUM_THREADS={torch.get_num_threads()}"
+    return f"{ranks} rank{'s' * (ranks > 1)} on {where}{threads}"
 
 
 def require_writable(folder: Path) -> None:
@@ -95,6 +102,7 @@ def build_chunks(
     """
     layout = pipeline_layout(config, groups.dp.size())
     chunks = []
+    log("making the model")
     for stage in layout.of_rank(groups.pp.rank()):
         with torch.device("meta"):
             chunk = GLMChunk(

@@ -1,14 +1,16 @@
-"""What a run says: messages and log lines of the first rank."""
+"""What a run says: messages, the progress bar and the log lines of the first rank."""
 
 from __future__ import annotations
 
-import dataclasses
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from tqdm import tqdm
 
-from megatron_glm.config import LoggingConfig, RunConfig
+from megatron_glm.config import LoggingConfig
+from megatron_glm.launch import is_first_rank
 from megatron_glm.training.statistics import peak_memory_bytes
 
 if TYPE_CHECKING:
@@ -17,30 +19,37 @@ if TYPE_CHECKING:
 
 def log(message: str) -> None:
     """One line (or more) on standard output, from the first rank only."""
-    if dist.get_rank() == 0:
+    if dist.get_rank() if dist.is_initialized() else not is_first_rank():
+        return
+    if sys.stderr.isatty():
+        tqdm.write(message, file=sys.stdout)  # above the bar
+        sys.stdout.flush()
+    else:
         print(message, flush=True)
 
 
-def describe(config: RunConfig) -> str:
-    """The resolved configuration, one line a value, section by section."""
-    lines = []
-    for section in dataclasses.fields(config):
-        value = getattr(config, section.name)
-        if dataclasses.is_dataclass(value):
-            lines.append(f"{section.name}:")
-            lines += [f"  {field.name} = {getattr(value, field.name)}" for field in dataclasses.fields(value)]
-        else:
-            lines.append(f"{section.name} = {value}")
-    return "\n".join(lines)
+def unit_of(operations: float) -> tuple[float, str]:
+    """(size, name) of the unit in which so many operations a second are a number that says something."""
+    units = ((1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s"))
+    return next((unit for unit in units if operations >= unit[0] / 10), units[-1])
 
 
 class IterationLog:
-    """Reports iterations: a line every --log-interval of them, a record of each to the sinks."""
+    """Reports iterations: a line every --log-interval of them, a record of each to the sinks.
 
-    def __init__(self, logging: LoggingConfig, train_iters: int, sinks: Sequence[Sink]) -> None:
+    Where standard error is a terminal it shows a bar with the time that is left; the lines then go to a file or a pipe
+    only.
+    """
+
+    def __init__(self, logging: LoggingConfig, first: int, train_iters: int, sinks: Sequence[Sink]) -> None:
         self.logging, self.train_iters, self.sinks = logging, train_iters, sinks
         # Records, seconds, tokens and flops of the iterations since the last line
         self.window: list[tuple[dict[str, Any], float, int, int]] = []
+        hidden = dist.get_rank() != 0 or not sys.stderr.isatty() or first >= train_iters
+        self.bar = tqdm(
+            desc="training", unit="step", total=train_iters, initial=first, disable=hidden, dynamic_ncols=True
+        )
+        self.lines = hidden or not sys.stdout.isatty()
 
     def __enter__(self) -> IterationLog:
         return self
@@ -48,6 +57,7 @@ class IterationLog:
     def __exit__(self, *error: Any) -> None:
         if any("skipped" not in record for record, *_ in self.window):  # steps that were to have a line
             self._print()
+        self.bar.close()
         for sink in self.sinks:
             sink.close()
 
@@ -76,10 +86,20 @@ class IterationLog:
         for sink in self.sinks:
             sink.write(record | rates)
         self.window.append((record, seconds, tokens, flops))
+        self._move_bar(record, tokens / rank_seconds, flops / rank_seconds)
         if "skipped" in record:
             log(f" iteration {record['iteration']} is skipped: {record['skipped']}")
         elif self.has_line(record["iteration"]):
             self._print()
+
+    def _move_bar(self, record: dict[str, Any], tokens: float, flops: float) -> None:
+        """tokens, flops: a second, of a rank."""
+        if self.bar.disable:
+            return
+        loss = "skipped" if record["lm_loss"] is None else f"loss {record['lm_loss']:.3f}"
+        size, unit = unit_of(flops)
+        self.bar.set_postfix_str(f"{loss}, {tokens:,.0f} tokens/s, {flops / size:.1f} {unit}", refresh=False)
+        self.bar.update(record["iteration"] - self.bar.n)
 
     def _print(self) -> None:
         records, *measured = zip(*self.window, strict=True)
@@ -87,16 +107,19 @@ class IterationLog:
         steps = [record for record in records if "skipped" not in record]
         record = steps[-1]
         rank_seconds = seconds * dist.get_world_size()
-        log(
+        size, unit = unit_of(flops / rank_seconds)
+        line = (
             f" iteration {record['iteration']:8d}/{self.train_iters:8d} |"
             f" consumed samples: {record['consumed_samples']:12d} |"
             f" elapsed time per iteration (ms): {seconds / len(self.window) * 1000:.1f} |"
             f" tokens/s/GPU: {tokens / rank_seconds:.1f} |"
-            f" TFLOP/s/GPU: {flops / rank_seconds / 1e12:.3f} |"
+            f" {unit}/GPU: {flops / rank_seconds / size:.3f} |"
             f" learning rate: {record['learning_rate']:.6E} |"
             f" global batch size: {record['global_batch_size']:5d} |"
             f" lm loss: {sum(step['lm_loss'] for step in steps) / len(steps):.6E} |"
             f" grad norm: {record['grad_norm']:.3f} |"
             f" peak memory (GiB): {peak_memory_bytes() / 2**30:.2f} |"
         )
+        if self.lines:
+            log(line)
         self.window.clear()

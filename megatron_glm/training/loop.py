@@ -55,7 +55,7 @@ def train(
     with (
         signals.noted(config.checkpoint.save is not None, groups.gloo_world.size()),
         Saver(config, chunks, optimizer, groups, progress, data) as saver,
-        IterationLog(config.logging, train_iters, open_sinks(config, progress, groups)) as iteration_log,
+        IterationLog(config.logging, first, train_iters, open_sinks(config, progress, groups)) as iteration_log,
         Profiler(config.logging) as profiler,
         garbage_collection(config.train),
     ):

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from megatron_glm.checkpoint import sharded
 from megatron_glm.config import LoggingConfig, RunConfig
 from megatron_glm.parallel.groups import ParallelGroups
@@ -42,7 +44,9 @@ def open_sinks(config: RunConfig, progress: Progress, groups: ParallelGroups) ->
 
     def open_all(_: list[None]) -> None:
         if logging.log_file is not None:
-            sinks.append(JsonLines(Path(logging.log_file), progress.iteration))
+            file = JsonLines(Path(logging.log_file), progress.iteration)
+            file.write(config_record(config, progress, groups))
+            sinks.append(file)
         if logging.tensorboard_dir is not None:
             sinks.append(TensorBoard(logging.tensorboard_dir, progress.iteration))
         if logging.wandb_project is not None:
@@ -52,10 +56,19 @@ def open_sinks(config: RunConfig, progress: Progress, groups: ParallelGroups) ->
     return sinks
 
 
-class JsonLines:
-    """One JSON object a line. What a killed run wrote after its last checkpoint is cut off: it is done again."""
+def config_record(config: RunConfig, progress: Progress, groups: ParallelGroups) -> dict[str, Any]:
+    """What the iterations that follow in a log file were run with."""
+    place = {"from_iteration": progress.iteration, "run_id": progress.run_id, "ranks": groups.gloo_world.size()}
+    return {"kind": "config", **place, "torch": torch.__version__, "config": dataclasses.asdict(config)}
 
-    START = b'{"iteration": '
+
+class JsonLines:
+    """One JSON object a line: an iteration, or the configuration of those that follow.
+
+    What a killed run wrote after its last checkpoint is cut off: it is done again.
+    """
+
+    STARTS = (b'{"iteration": ', b'{"kind": "config", ')
 
     def __init__(self, path: Path, iteration: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,11 +83,13 @@ class JsonLines:
         self.file.seek(0)
         end = 0
         for number, line in enumerate(self.file, 1):
-            if not line.endswith(b"\n") and line[: len(self.START)] == self.START[: len(line)]:
+            if not line.endswith(b"\n") and any(line[: len(start)] == start[: len(line)] for start in self.STARTS):
                 break
             try:
-                later = json.loads(line)["iteration"] > iteration
-            except (ValueError, KeyError, TypeError) as error:
+                record = json.loads(line)
+                config = record.get("kind") == "config"
+                later = record["from_iteration"] >= iteration if config else record["iteration"] > iteration
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(
                     f"--log-file {self.file.name} exists, but its line {number} is no record of an iteration"
                 ) from error

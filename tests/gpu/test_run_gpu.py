@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_glm.config import ModelConfig
-from tests.finetune import assert_same, records, tensors
+from tests.finetune import assert_same, json_log, records, tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 # At twice the rate two roundings of one CPU part by 2e-2 in 130 steps, at this one by 5e-3.
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.gpu
 def losses(log: Path, **environment: str) -> list[float]:
     command = [sys.executable, str(ROOT / "pretrain_glm.py"), *FLAGS, "--log-file", str(log)]
     subprocess.run(command, check=True, env=os.environ | environment, stdout=subprocess.DEVNULL)
-    return [json.loads(line)["lm_loss"] for line in log.read_text().splitlines()]
+    return [record["lm_loss"] for record in json_log(log)]
 
 
 @pytest.mark.timeout(900)
@@ -72,4 +72,6 @@ def test_a_preempted_run_ends_as_one_that_never_was(tmp_path: Path, flags: str):
 
 
 def seen(log: Path) -> list[str]:
-    return log.read_text().splitlines() if log.exists() else []
+    """Whole lines of iterations; the run may be writing one."""
+    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+    return [line for line in lines if line.endswith("\n") and "iteration" in json.loads(line)]

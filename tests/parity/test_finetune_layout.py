@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests import distributed
+from tests.finetune import json_log
 
 FLAGS = "--seq-length 64 --global-batch-size 4 --num-layers 4 --vocab-size 256 --hidden-size 32 --log-file".split()
 LAYOUT = (
@@ -42,10 +43,7 @@ def test_eight_ranks_follow_one_process(tmp_path: Path):
     distributed.run(1, finetune, str(tmp_path), [])
     distributed.run(8, finetune, str(tmp_path), LAYOUT, timeout=500)
     for name, (run, tolerance) in RUNS.items():
-        one, eight = (
-            [json.loads(line) for line in (tmp_path / f"{name} {ranks}.jsonl").read_text().splitlines()]
-            for ranks in ("one", "eight")
-        )
+        one, eight = (json_log(tmp_path / f"{name} {ranks}.jsonl") for ranks in ("one", "eight"))
         assert len(one) == len(eight) == int(run[1])
         assert one[-1]["lm_loss"] < one[0]["lm_loss"]
         for left, right in zip(one, eight, strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from tests import distributed
+from tests.finetune import json_log
 from tests.pretrain import write_corpus
 
 STEPS, SAVED, KILLED = 40, 15, 18
@@ -70,10 +70,7 @@ def test_a_killed_run_goes_on_in_another_layout_with_the_same_samples(tmp_path):
     with pytest.raises(RuntimeError, match="exit code -9"):
         distributed.run(1, killed, tmp_path, timeout=280)
     distributed.run(2, resumed, tmp_path, timeout=280)
-    one, other = (
-        [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
-        for name in ("whole", "broken")
-    )
+    one, other = (json_log(tmp_path / f"{name}.jsonl") for name in ("whole", "broken"))
     assert [record["iteration"] for record in other] == list(range(1, STEPS + 1))
     for left, right in zip(one, other, strict=True):
         same = ("samples", "consumed_samples", "learning_rate", "loss_tokens")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from itertools import groupby
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from megatron_glm.config import (
 )
 from megatron_glm.data.loader import Documents, MicroBatches, PackedDataset
 from tests import distributed
+from tests.finetune import json_log
 from tests.parity.layouts import SEQ_LENGTH, assemble, parity_model
 from tests.reference import single_groups
 
@@ -127,8 +127,7 @@ def runs(tmp_path_factory) -> tuple[list, list[dict], list[dict]]:
     for ranks, group in groupby(LAYOUTS, lambda item: item[0]):
         layouts = [parallel for _, parallel in group]
         states += distributed.run(ranks, legs, folder / "legs", layouts, bool(states), timeout=600)[0]
-    logs = [(folder / name).read_text().splitlines() for name in ("legs.jsonl", "whole.jsonl")]
-    return states, *([json.loads(line) for line in log] for log in logs)
+    return states, *(json_log(folder / name) for name in ("legs.jsonl", "whole.jsonl"))
 
 
 @pytest.mark.parametrize("pair", range(len(LAYOUTS) - 1))

@@ -90,7 +90,9 @@ def known_flags(script: str, flags: list[str]) -> None:
     """Ends with an error, or returns, as the script would after reading its flags."""
     if flags == ["--help"]:
         return
-    if script in ("finetune_glm.py", "pretrain_glm.py", "tools/plan.py"):
+    if script == "tools/plot_log.py":
+        runpy.run_path(str(ROOT / script))["build_parser"]().parse_args(flags)
+    elif script in ("finetune_glm.py", "pretrain_glm.py", "tools/plan.py"):
         build_parser(data=PretrainDataConfig if script == "pretrain_glm.py" else DataConfig).parse_args(flags)
     elif script in ("tools/convert_hf.py", "tools/benchmark.py"):
         with pytest.MonkeyPatch.context() as patch:

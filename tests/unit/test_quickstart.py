@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -16,6 +15,7 @@ from megatron_glm.checkpoint.hf_folder import SafetensorsFolder
 from megatron_glm.config.model import ModelConfig
 from megatron_glm.data.loader import load_documents
 from megatron_glm.data.rows import RowSettings
+from tests.finetune import json_log
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDE_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -45,7 +45,7 @@ def test_the_exported_model_has_the_same_loss_in_transformers(result):
 
 
 def test_the_loss_falls(result):
-    losses = [json.loads(line)["lm_loss"] for line in (result[0] / "train.log.jsonl").open()]
+    losses = [record["lm_loss"] for record in json_log(result[0] / "train.log.jsonl")]
     assert len(losses) == 4
     assert losses[-1] < losses[0] - 0.1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from megatron_glm.config import LoggingConfig
 from megatron_glm.launch import one_line_errors
 from megatron_glm.training.sinks import JsonLines, numbers, require_packages
-from tests.finetune import keep_default_group
+from tests.finetune import json_log, keep_default_group
 from tests.pretrain import pretrain
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +28,7 @@ def run(tmp_path, monkeypatch):
 
 
 def iterations(path: Path) -> list[int]:
-    return [json.loads(line)["iteration"] for line in path.read_text().splitlines()]
+    return [record["iteration"] for record in json_log(path)]
 
 
 def written(path: Path, start: int, *records: int) -> None:
@@ -46,11 +47,26 @@ def test_what_came_after_the_checkpoint_is_cut_from_the_log(tmp_path):
     with path.open("a") as file:
         file.write('{"ite')
     written(path, 5)
+    with path.open("a") as file:
+        file.write('{"kind": "con')
+    written(path, 5)
     assert iterations(path) == [1, 2, 3, 4, 5]
     written(path, 2, 3)
     assert iterations(path) == [1, 2, 3]
     written(path, 0, 1)
     assert iterations(path) == [1]
+
+
+def test_each_start_leaves_its_configuration_before_its_iterations(run):
+    """A start from the same checkpoint again replaces what the killed run has left, its configuration included."""
+    run(train_iters=3, save="out", save_interval=1, log_file="log.jsonl")
+    for iterations in (4, 5):
+        run(preset=None, load="out", ckpt_step=2, train_iters=iterations, lr_decay_iters=3, log_file="log.jsonl")
+    lines = [json.loads(line) for line in Path("log.jsonl").read_text().splitlines()]
+    assert [line.get("iteration", line.get("kind")) for line in lines] == ["config", 1, 2, "config", 3, 4, 5]
+    first, second = (line for line in lines if "kind" in line)
+    assert (first["from_iteration"], second["from_iteration"]) == (0, 2) and first["run_id"] == second["run_id"]
+    assert second["config"]["train"]["train_iters"] == 5 and second["config"]["model"]["hidden_size"] == 32
 
 
 @pytest.mark.parametrize("line", ["text", '{"loss": 1}', "[1]", "3"])
@@ -104,8 +120,8 @@ def test_tensorboard_goes_on_after_a_restart(run):
 
 def test_statistics_come_with_the_log_lines_only(run):
     run(train_iters=3, log_interval=2, log_file="log.jsonl")
-    records = [json.loads(line) for line in Path("log.jsonl").read_text().splitlines()]
-    assert ["grad_norms" in record for record in records] == [False, True, True]  # the last one has a line, too
+    found = ["grad_norms" in record for record in json_log("log.jsonl")]
+    assert found == [False, True, True]  # the last one has a line, too
 
 
 def test_without_a_sink_no_statistics_are_made(run, monkeypatch):
@@ -171,11 +187,18 @@ def test_a_profile_that_cannot_be_written_ends_the_run_before_it_begins(run):
     Path("file").write_text("")
     with pytest.raises(OSError, match="file"):
         run(train_iters=3, profile=True, profile_step_start=2, profile_step_end=3, profile_dir="file", log_file="l")
-    assert Path("l").read_text() == ""
+    assert json_log("l") == []
 
 
 def plot(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, ROOT / "tools/plot_log.py", *words], capture_output=True, text=True)
+
+
+def test_smoothed_values_are_means_of_the_last_ones():
+    namespace = runpy.run_path(str(ROOT / "tools/plot_log.py"))
+    line = [(1, 4.0), (2, 2.0), (3, 6.0), (5, 1.0)]
+    assert namespace["smoothed"](line, 2) == [(1, 4.0), (2, 3.0), (3, 4.0), (5, 3.5)]
+    assert namespace["smoothed"](line, 1) == line
 
 
 def test_plot_draws_runs_of_different_lengths(tmp_path, monkeypatch):
@@ -184,10 +207,12 @@ def test_plot_draws_runs_of_different_lengths(tmp_path, monkeypatch):
     for name, count in (("a", 3000), ("b", 3)):
         Path(name).mkdir()
         records = [{"iteration": i, "lm_loss": 1 / i, "grad_norm": 1.0} for i in range(1, count + 1)]
+        records[0] |= {"learning_rate": 0.1}
         records[1] |= {"valid_lm_loss": 0.5, "tokens_per_second_per_gpu": 10.0, "peak_memory_bytes": 2**30}
         records[2] |= {"lm_loss": None}
+        records.insert(0, {"kind": "config", "from_iteration": 0})
         Path(name, "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + '{"iterat')
-    done = plot("a/log.jsonl", "b/log.jsonl", "--save", "pictures/runs.png")
+    done = plot("a/log.jsonl", "b/log.jsonl", "--save", "pictures/runs.png", "--smooth", "5")
     assert (done.returncode, done.stdout) == (0, "pictures/runs.png: 2 runs\n"), done.stderr
     assert Path("pictures/runs.png").read_bytes().startswith(b"\x89PNG")
     Path("odd.jsonl").write_text('{"iteration": 1, "lm_loss": NaN}\n{"iteration": 2, "peak_memory_bytes": Infinity}\n')
@@ -198,5 +223,6 @@ def test_plot_draws_runs_of_different_lengths(tmp_path, monkeypatch):
     Path("bad.jsonl").write_text("{}\n")
     done = plot("bad.jsonl")
     assert (done.returncode, done.stderr) == (2, "error: bad.jsonl line 1 is no record of an iteration\n")
+    assert plot("odd.jsonl", "--smooth", "0").stderr == "error: --smooth is 0; it must be at least 1\n"
     done = plot("none.jsonl")
     assert done.returncode == 1 and done.stderr.startswith("error: ") and "none.jsonl" in done.stderr

@@ -1,7 +1,9 @@
 """finetune_glm.py from flags to checkpoint: resume, validation, evaluation, log file, refusals."""
 
+import io
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,8 @@ import torch
 from megatron_glm.checkpoint import sharded
 from megatron_glm.config import ModelConfig
 from megatron_glm.launch import one_line_errors
-from tests.finetune import assert_same, finetune, keep_default_group, records, tensors, write_rows
+from megatron_glm.training.logging import unit_of
+from tests.finetune import assert_same, finetune, json_log, keep_default_group, records, tensors, write_rows
 
 
 @pytest.fixture
@@ -29,7 +32,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(run, moments):
     run(**common, save="whole", save_interval=3, log_file="whole.jsonl")
     shutil.copytree("whole/iter_0000003", "broken/iter_0000003")
     Path("broken/latest_checkpointed_iteration.txt").write_text("3")
-    kept = Path("whole.jsonl").read_text().splitlines(keepends=True)[:3]
+    kept = Path("whole.jsonl").read_text().splitlines(keepends=True)[:4]  # the configuration, three iterations
     Path("broken.jsonl").write_text("".join(kept))
     run(preset=None, **common, load="broken", save="broken", log_file="broken.jsonl")
 
@@ -94,24 +97,60 @@ def test_the_log_line_is_megatrons(run, capsys):
     assert len(lines) == 1
     parts = [part.split(":")[0].strip() for part in lines[0].split("|")[:-1]]
     assert parts[0] == "iteration        2/       2" and parts[1] == "consumed samples"
+    assert parts.pop(4) in ("MFLOP/s/GPU", "GFLOP/s/GPU")  # what a small model computes; no TFLOP/s 0.000
     assert parts[2:] == [
         "elapsed time per iteration (ms)",
         "tokens/s/GPU",
-        "TFLOP/s/GPU",
         "learning rate",
         "global batch size",
         "lm loss",
         "grad norm",
         "peak memory (GiB)",
     ]
-    losses = [json.loads(line)["lm_loss"] for line in Path("log.jsonl").read_text().splitlines()]
+    losses = [record["lm_loss"] for record in json_log("log.jsonl")]
     assert len(losses) == 2 and f" lm loss: {sum(losses) / 2:.6E} |" in lines[0], "the mean since the last line"
+
+
+def test_the_unit_of_the_log_line_fits_the_model():
+    units = {4e14: "TFLOP/s", 1e11: "TFLOP/s", 9e10: "GFLOP/s", 1e7: "MFLOP/s", 0.0: "MFLOP/s"}
+    assert {operations: unit_of(operations)[1] for operations in units} == units
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_a_bar_and_a_file_the_lines(run, monkeypatch, capsys):
+    for stdout, lines in (("a file", 3), ("a terminal", 0)):
+        screen = Terminal()
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", screen)
+            if stdout == "a terminal":
+                patch.setattr(sys, "stdout", screen)
+            run(train_iters=3, save=f"out{lines}")
+        bar = screen.getvalue().split("\r")[-1]
+        assert "training: 100%" in bar and "3/3 [" in bar and "loss " in bar and "FLOP/s" in bar, bar
+        text = capsys.readouterr().out if lines else screen.getvalue()
+        assert text.count(" iteration  ") == lines and f"saved iteration 3 to out{lines}\n" in text
+
+
+def test_the_start_shows_what_was_given_and_all_of_it_on_demand(run, capsys):
+    run(train_iters=1, save="a folder", data_path="train.jsonl")
+    short = capsys.readouterr().out.split("\n1 rank on")[0].splitlines()
+    assert len(short) < 20 and short[0] == "configuration (--verbose: all of it):"
+    assert "  model       3 layers, hidden size 32, 2 heads, 8 experts, 2 a token, vocabulary 64" in short
+    assert "  checkpoint  --save 'a folder'" in short and any("--attention-backend auto" in line for line in short)
+    assert not any("clip-grad" in line for line in short)
+    run(train_iters=1, verbose=True)
+    text = capsys.readouterr().out
+    assert "optimizer:\n" in text and "  clip_grad = 1.0\n" in text and "  routed_scaling_factor = " in text
 
 
 def test_the_last_steps_have_a_line_wherever_a_run_leaves(run, capsys):
     run(train_iters=9, log_interval=2, exit_interval=5, log_file="log.jsonl")
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" iteration")]
-    losses = [json.loads(line)["lm_loss"] for line in Path("log.jsonl").read_text().splitlines()]
+    losses = [record["lm_loss"] for record in json_log("log.jsonl")]
     shown = [line.split(" lm loss: ")[1].split()[0] for line in lines]
     assert shown == [f"{sum(part) / len(part):.6E}" for part in (losses[:2], losses[2:4], losses[4:5])]
 
