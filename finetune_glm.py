@@ -20,6 +20,7 @@ from megatron_glm.launch import one_line_errors, one_thread_on_a_cpu, ranks_from
 
 if TYPE_CHECKING:
     from megatron_glm.data.loader import MicroBatches
+    from megatron_glm.parallel.groups import ParallelGroups
 
 
 def main() -> None:
@@ -46,7 +47,7 @@ def run(config: RunConfig) -> None:
 
     config = choose_backend(config)
     groups = initialize(config)
-    data = packed(config.data.data_path, config)
+    data = packed(config.data.data_path, config, groups)
     chunks = build_chunks(config, groups)
 
     if config.train.eval_only:
@@ -56,23 +57,26 @@ def run(config: RunConfig) -> None:
         log(f"eval | lm loss: {loss:.6f} | tokens: {tokens}")
         return
 
-    validation = packed(config.data.valid_data_path, config) if config.data.valid_data_path else None
+    validation = packed(config.data.valid_data_path, config, groups) if config.data.valid_data_path else None
     optimizer = build_optimizer(chunks, config.optimizer)
     progress = load_checkpoint(config, chunks, optimizer, groups, data)
     train(config, chunks, optimizer, data, validation, groups, progress)
 
 
-def packed(paths: Iterable[str], config: RunConfig) -> MicroBatches:
+def packed(paths: Iterable[str], config: RunConfig, groups: ParallelGroups) -> MicroBatches:
     """The rows of these files as packs."""
-    from megatron_glm.data.loader import MicroBatches, PackedDataset, load_documents
+    from megatron_glm.data.finetuning import PackedDataset, Packing, load_documents
+    from megatron_glm.data.loader import MicroBatches
     from megatron_glm.data.rows import RowSettings
     from megatron_glm.training.logging import log
+    from megatron_glm.training.turns import once_per_node
 
-    data = config.data
-    tokenizer = data.tokenizer_model or config.hf_folder
+    data, once = config.data, once_per_node(groups.gloo_world)
+    settings = RowSettings(data.tokenizer_model or config.hf_folder, config.model.vocab_size, data.skip_bad_rows)
     log(f"reading {' '.join(paths)}")
-    documents = load_documents(paths, RowSettings(tokenizer, config.model.vocab_size, data.skip_bad_rows))
-    dataset = PackedDataset(documents, data.seq_length, data.packing, data.overlong, config.train.seed)
+    documents = load_documents(paths, settings, data.data_cache_path, once, log)
+    how = (data.seq_length, data.packing, data.overlong)
+    dataset = PackedDataset(documents, *how, config.train.seed, Packing.cached(documents, once, log, *how))
     log(f"{' '.join(paths)}: {dataset.summary()}")
     log(documents.report.summary())
     return MicroBatches(dataset)

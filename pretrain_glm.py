@@ -71,8 +71,8 @@ def datasets(config: RunConfig, groups: ParallelGroups) -> dict[str, MicroBatche
     from megatron_glm.data.pretraining import build_datasets
     from megatron_glm.training.batch_size import samples_after
     from megatron_glm.training.checkpointing import FINGERPRINT_PACKS, start_of_run
-    from megatron_glm.training.initialize import on_one_rank
     from megatron_glm.training.logging import log
+    from megatron_glm.training.turns import once_per_node
 
     log("opening the data")
     samples = 0
@@ -84,7 +84,8 @@ def datasets(config: RunConfig, groups: ParallelGroups) -> dict[str, MicroBatche
             samples = samples_after(config.train, left, start.consumed_samples)
         samples = max(FINGERPRINT_PACKS, samples)
     wanted = (samples, None, None)  # None: one epoch, which evaluations begin
-    built = build_datasets(config.data, config.model.vocab_size, config.train.seed, *wanted, on_one_rank(groups))
+    once = once_per_node(groups.gloo_world)
+    built = build_datasets(config.data, config.model.vocab_size, config.train.seed, *wanted, once, log)
     found = {name: data for name, data in zip(("train", "valid", "test"), built, strict=True) if data is not None}
     if not found:
         raise ValueError("--eval-only needs a validation or test part: --valid-data-path, --test-data-path or --split")

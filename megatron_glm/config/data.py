@@ -7,11 +7,17 @@ from typing import Literal
 
 from .section import Section, flag_name, option
 
+CACHE_HELP = (
+    "folder for what is made of the data once: tokens and the order of samples (default: index_cache beside the first "
+    "file, or ~/.cache/megatron_glm if that cannot be written)"
+)
+
 
 @dataclass(frozen=True)
 class DataConfig(Section):
     data_path: tuple[str, ...] = option((), "training data: JSONL or Parquet files, folders or globs")
     valid_data_path: tuple[str, ...] = option((), "validation data, as --data-path")
+    data_cache_path: str | None = option(None, CACHE_HELP)
     tokenizer_model: str | None = option(
         None, "tokenizer.json, .model or their folder (default: the checkpoint's hf/ folder)"
     )
@@ -35,7 +41,7 @@ class PretrainDataConfig(Section):
     valid_data_path: tuple[str, ...] = option((), "validation data, with --train-data-path")
     test_data_path: tuple[str, ...] = option((), "test data, with --train-data-path")
     split: str = option("969,30,1", "shares of --data-path for training, validation and test")
-    data_cache_path: str | None = option(None, "folder for the sample indices (default: beside the data)")
+    data_cache_path: str | None = option(None, CACHE_HELP)
     no_document_mask: bool = option(False, "let tokens see the documents before their own in the same sample")
     seq_length: int = option(4096, "tokens of one sample")
     mock_data: bool = option(False, "train on made-up tokens, without files")

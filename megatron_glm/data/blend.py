@@ -110,8 +110,11 @@ def save_array(path: Path, array: np.ndarray) -> None:
         raise ValueError(f"cannot write the index {path}: {error.strerror}; give another --data-cache-path") from error
 
 
-def open_array(path: Path, shape: tuple[int, ...], dtype: np.dtype | type) -> np.ndarray:
-    """Memory-maps what save_array wrote; raises ValueError if it is missing or not of this shape and dtype."""
+def open_array(path: Path, shape: tuple[int | None, ...], dtype: np.dtype | type) -> np.ndarray:
+    """Memory-maps what save_array wrote; raises ValueError if it is missing or not of this shape and dtype.
+
+    None in the shape allows any size.
+    """
     if not path.is_file():
         raise ValueError(
             f"the index {path} is not there: one rank built it, and all must see it (and the data with the same times"
@@ -121,7 +124,8 @@ def open_array(path: Path, shape: tuple[int, ...], dtype: np.dtype | type) -> np
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
         raise ValueError(f"the index {path} is damaged, remove it: {error}") from error
-    if array.shape != shape or array.dtype != dtype:
+    sizes = tuple(None if wanted is None else found for wanted, found in zip(shape, array.shape, strict=False))
+    if sizes != shape or array.ndim != len(shape) or array.dtype != dtype:
         found, wanted = f"{array.dtype} {array.shape}", f"{np.dtype(dtype)} {shape}"
         raise ValueError(f"the index {path} is damaged, remove it: it holds {found}, expected {wanted}")
     return array.view(np.ndarray)

@@ -21,6 +21,8 @@ KNOWN = ".jsonl, .ndjson, .json, each also as .gz or .zst, .parquet, .arrow"
 # what `datasets` writes beside the rows
 NOT_ROWS = ("state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 
+CACHE_FOLDER = "index_cache"  # what a run has made of the data, beside them
+
 RawRow = bytes | dict
 
 
@@ -75,7 +77,7 @@ def _in_folder(folder: Path) -> list[Path]:
         raise ValueError(f"{folder} holds the splits {', '.join(splits)}: name one, as {folder / splits[0]}")
     files: list[Path] = []
     for path in sorted(folder.iterdir()):
-        if path.name.startswith("."):
+        if path.name.startswith(".") or path.name == CACHE_FOLDER:
             continue
         files += _in_folder(path) if path.is_dir() and not path.is_symlink() else [path] * (not path.is_dir())
     state = folder / "state.json"
@@ -91,7 +93,7 @@ def _in_folder(folder: Path) -> list[Path]:
 def _of_glob(pattern: str) -> list[Path]:
     """The files that match, and those in folders that match of which no file matches by itself."""
     matches = sorted(map(Path, glob.glob(pattern, recursive=True)))
-    files = [path for path in matches if not path.is_dir()]
+    files = [path for path in matches if not path.is_dir() and CACHE_FOLDER not in path.parts]
     for folder in (path for path in matches if path.is_dir()):
         if not any(file.is_relative_to(folder) for file in files):
             files += _in_folder(folder)

@@ -175,7 +175,7 @@ class IndexedWriter:
         if total * self.dtype.itemsize != len(raw):
             raise ValueError(f"{self.prefix}: {len(raw)} bytes for {total} tokens of {self.dtype}")
         first = len(self._lengths)
-        with _named(self._bin.name):
+        with named_errors(self._bin.name):
             self._bin.write(raw)
         self._lengths.extend(map(int, lengths))
         self._bounds.extend(range(first + 1, len(self._lengths) + 1) if documents is None else [len(self._lengths)])
@@ -186,7 +186,7 @@ class IndexedWriter:
         if dataset.dtype != self.dtype:
             raise ValueError(f"{dataset.prefix} holds {dataset.dtype}, {self.prefix} {self.dtype}")
         first = len(self._lengths)
-        with bin_path(dataset.prefix).open("rb") as file, _named(self._bin.name):
+        with bin_path(dataset.prefix).open("rb") as file, named_errors(self._bin.name):
             shutil.copyfileobj(file, self._bin, 2**24)
         self._lengths.frombytes(dataset.sequence_lengths.tobytes())
         self._bounds.frombytes((dataset.document_bounds[1:] + first).tobytes())
@@ -198,13 +198,13 @@ class IndexedWriter:
         pointers = np.zeros(len(lengths), np.int64)
         np.cumsum(lengths[:-1], out=pointers[1:], dtype=np.int64)
         index = self._temporary(idx_path(self.prefix))
-        with _named(index), index.open("wb") as file:
+        with named_errors(index), index.open("wb") as file:
             file.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(self._bounds)))
             for part in (lengths, pointers * self.dtype.itemsize, np.frombuffer(self._bounds, np.int64)):
                 file.write(part.tobytes())
-            _to_disk(file)
-        with _named(self._bin.name), self._bin as file:
-            _to_disk(file)
+            to_disk(file)
+        with named_errors(self._bin.name), self._bin as file:
+            to_disk(file)
         for path in (bin_path(self.prefix), idx_path(self.prefix)):
             os.replace(self._temporary(path), path)
 
@@ -230,7 +230,7 @@ class IndexedWriter:
 
 
 @contextmanager
-def _named(path: str | Path) -> Iterator[None]:
+def named_errors(path: str | Path) -> Iterator[None]:
     """Says in an error of writing which file it was: a full disk does not."""
     try:
         yield
@@ -239,6 +239,6 @@ def _named(path: str | Path) -> Iterator[None]:
         raise
 
 
-def _to_disk(file) -> None:
+def to_disk(file) -> None:
     file.flush()
     os.fsync(file.fileno())

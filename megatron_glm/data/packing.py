@@ -92,12 +92,18 @@ def best_fit(lengths: Sequence[int], capacity: int) -> np.ndarray:
     return pack_of
 
 
-def cut(length: int, seq_length: int, overlong: str) -> list[tuple[int, int]]:
-    """Ranges [start, end) of a document of `length` tokens, each at most `seq_length` long.
+def cut(lengths: np.ndarray, seq_length: int, overlong: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The pieces of documents of these lengths [n]: (number of the document, first token in it, length), each [pieces].
 
-    "truncate" keeps the beginning. "split" makes pieces that overlap by one token: a token can only be predicted
-    from one before it in the same piece, so the last token of a piece, predicted there, also begins the next piece.
+    "truncate" keeps the beginning of what is longer than seq_length. "split" makes pieces that overlap by one token: a
+    token can only be predicted from one before it in the same piece, so the last token of a piece, predicted there,
+    also begins the next piece. 20 tokens become [0, 8), [7, 15) and [14, 20) with a seq_length of 8.
     """
-    if length <= seq_length or overlong == "truncate":
-        return [(0, min(length, seq_length))]
-    return [(start, min(start + seq_length, length)) for start in range(0, length - 1, seq_length - 1)]
+    if overlong == "truncate":
+        return np.arange(len(lengths)), np.zeros(len(lengths), np.int64), np.minimum(lengths, seq_length)
+    stride = seq_length - 1
+    counts = np.maximum(1, -(-(lengths - 1) // stride))
+    document = np.repeat(np.arange(len(lengths)), counts)
+    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
+    start = number * stride
+    return document, start, np.minimum(lengths[document] - start, seq_length)

@@ -13,7 +13,6 @@ through, and every token has a label, a document's last token the first one of t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
@@ -22,6 +21,7 @@ import numpy as np
 from megatron_glm.config import PretrainDataConfig
 
 from .blend import ENTRY, cache_key, deal, open_array, parse_blend, save_array, whole_weights
+from .cache import Once, Say, cache_folder, locked, writing
 from .indexed import IndexedDataset
 from .packing import Piece
 
@@ -85,15 +85,19 @@ class PrefixSamples:
             f" {self.samples / self.packs_per_epoch:.2f} epochs"
         )
 
-    def build(self) -> None:
-        """Writes the indices of all epochs that are not there yet. For one process at a time."""
-        missing = [epoch for epoch in range(self.epochs) if not all(path.is_file() for path in self._paths(epoch))]
-        if not missing:
+    def build(self, say: Say) -> None:
+        """Writes the indices of all epochs that are not there yet. Of several processes, one does."""
+        if not self._missing():
             return
-        lengths = self.dataset.document_lengths()[self.begin : self.end]
-        for epoch in missing:
-            for path, array in zip(self._paths(epoch), self._deal(lengths, epoch), strict=True):
-                save_array(path, array)
+        with writing(self._cache.parent), locked(self._cache, lambda: not self._missing(), say):
+            lengths = self.dataset.document_lengths()[self.begin : self.end]
+            for epoch in self._missing():
+                for path, array in zip(self._paths(epoch), self._deal(lengths, epoch), strict=True):
+                    save_array(path, array)
+
+    def _missing(self) -> list[int]:
+        """The epochs without their files."""
+        return [epoch for epoch in range(self.epochs) if not all(path.is_file() for path in self._paths(epoch))]
 
     def open(self) -> None:
         """Checks that this process sees what `build` wrote, maybe on another machine."""
@@ -199,12 +203,12 @@ class Blend:
         weighted = zip(self.weights, self.parts, strict=True)
         return "; ".join(f"{weight / self.period:.2%} of {part.summary()}" for weight, part in weighted)
 
-    def build(self) -> None:
+    def build(self, say: Say) -> None:
         """Writes the order of the parts over one period, or over the samples asked for, and the parts' indices."""
         if not self._path.is_file():
             save_array(self._path, deal(self.weights, self._slots))
         for part in self.parts:
-            part.build()
+            part.build(say)
 
     def open(self) -> None:
         self._table = open_array(self._path, (self._slots,), ENTRY)
@@ -250,7 +254,7 @@ class MockDataset:
     def sample_id(self, index: int) -> str:
         return f"mock:{index}"
 
-    def build(self) -> None:
+    def build(self, say: Say) -> None:
         """There is nothing to index."""
 
     def open(self) -> None:
@@ -281,12 +285,13 @@ def build_datasets(
     train_samples: int | None,
     valid_samples: int | None,
     test_samples: int | None,
-    once: Callable[[Callable[[], None]], None],
+    once: Once = lambda work: work(),
+    say: Say = print,
 ) -> tuple[Samples | None, Samples | None, Samples | None]:
     """(training, validation, test) samples; None is one epoch of them, and 0 that a part is not wanted.
 
     A part without documents is None: one whose share of --split is 0, or which is not named beside --train-data-path.
-    `once(build)` runs build() on one process while all others wait, and raises its error in all.
+    `once(build)` runs build() on one process of each node, see `Once`; `say` takes what the user may want to know.
 
     Raises:
         ValueError: naming the flag or file, for whatever cannot be read, parsed, or filled with one sample.
@@ -300,7 +305,7 @@ def build_datasets(
 
     def build() -> None:
         for dataset in filter(None, datasets):
-            dataset.build()
+            dataset.build(say)
 
     once(build)
     for dataset in filter(None, datasets):
@@ -327,7 +332,7 @@ def _part(
     if weights is not None:
         prefixes = [prefix for prefix, weight in zip(prefixes, weights, strict=True) if weight]
         weights = [weight for weight in weights if weight]
-    cache = Path(data.data_cache_path or Path(prefixes[0]).parent / "index_cache")
+    cache = cache_folder(data.data_cache_path, Path(prefixes[0]))
     members = []
     for prefix in prefixes:
         if prefix not in opened:

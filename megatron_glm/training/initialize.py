@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_glm import signals
-from megatron_glm.checkpoint import sharded
 from megatron_glm.config import RunConfig
 from megatron_glm.model.glm import GLMChunk
 from megatron_glm.model.init import initialize_weights
@@ -80,11 +79,6 @@ def require_writable(folder: Path) -> None:
     exists = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not exists.is_dir() or not os.access(exists, os.W_OK):
         raise OSError(f"--save {folder} cannot be written: {exists} is no writable folder; choose another one")
-
-
-def on_one_rank(groups: ParallelGroups) -> Callable[[Callable[[], None]], None]:
-    """A function that runs what it is given on the first rank while all others wait; an error is raised on all."""
-    return lambda work: sharded.together(groups.checkpoint, lambda: None, lambda _: work())
 
 
 @functools.cache

@@ -21,7 +21,8 @@ from megatron_glm.config import (
     RunConfig,
     TrainConfig,
 )
-from megatron_glm.data.loader import Documents, MicroBatches, PackedDataset
+from megatron_glm.data.finetuning import Documents, PackedDataset
+from megatron_glm.data.loader import MicroBatches
 from tests import distributed
 from tests.finetune import json_log
 from tests.parity.layouts import SEQ_LENGTH, assemble, parity_model

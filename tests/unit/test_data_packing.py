@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_glm.data.loader import Documents, MicroBatches, PackedDataset
+from megatron_glm.data.finetuning import Documents, PackedDataset
+from megatron_glm.data.loader import MicroBatches
 from megatron_glm.data.packing import PackedBatch, best_fit, build_batch, cut
 
 
@@ -93,10 +94,16 @@ def test_best_fit_of_many_documents():
 
 
 def test_cut():
-    assert cut(8, 8, "split") == cut(8, 8, "truncate") == cut(20, 8, "truncate") == [(0, 8)]
-    assert cut(20, 8, "split") == [(0, 8), (7, 15), (14, 20)]
-    assert cut(15, 8, "split") == [(0, 8), (7, 15)]
-    assert cut(9, 8, "split") == [(0, 8), (7, 9)]
+    def ranges(length: int, seq_length: int, overlong: str) -> list[tuple[int, int]]:
+        """Of the second of two documents."""
+        document, start, size = cut(np.array([1, length]), seq_length, overlong)
+        return [(a, a + n) for i, a, n in zip(document.tolist(), start.tolist(), size.tolist(), strict=True) if i == 1]
+
+    assert ranges(8, 8, "split") == ranges(8, 8, "truncate") == ranges(20, 8, "truncate") == [(0, 8)]
+    assert ranges(20, 8, "split") == [(0, 8), (7, 15), (14, 20)]
+    assert ranges(15, 8, "split") == [(0, 8), (7, 15)]
+    assert ranges(9, 8, "split") == [(0, 8), (7, 9)]
+    assert ranges(1, 8, "split") == ranges(1, 2, "split") == [(0, 1)]
 
 
 def test_split_predicts_every_target_once_and_truncate_the_beginning():
@@ -109,7 +116,7 @@ def test_split_predicts_every_target_once_and_truncate_the_beginning():
     found = Counter()
     for batch in MicroBatches(split).batch(0, split.packs_per_epoch, 1):
         found.update(zip(batch.tokens[batch.loss_mask].tolist(), batch.labels[batch.loss_mask].tolist(), strict=True))
-    assert found == expected and split.overlong == 2
+    assert found == expected and split.packing.counts[0] == 2
     truncated = PackedDataset(documents, 8, overlong="truncate")
     kept = {int(ids[0]) - 1000: ids for i in range(truncated.packs_per_epoch) for ids, _ in truncated.pack(i)}
     assert {i: ids.tolist() for i, ids in kept.items()} == {i: documents[i][0][:8].tolist() for i in range(4)}
@@ -206,7 +213,7 @@ def test_documents_without_loss_are_dropped_and_counted():
     targets[[0, 5, 17]] = True  # documents of 4 (first token only), 4 (second token), 10 (last token)
     documents = Documents(np.arange(18, dtype=np.int32), targets, np.array([0, 4, 8, 18]))
     dataset = PackedDataset(documents, 8)
-    assert (dataset.dropped, dataset.packs_per_epoch, dataset.loss_tokens([0])) == (2, 1, 1)
+    assert (dataset.packing.counts[1], dataset.packs_per_epoch, dataset.loss_tokens([0])) == (2, 1, 1)
     assert dataset.pack(0)[0][0].tolist() == [4, 5, 6, 7]
     assert "3 documents (1 overlong, 2 without loss dropped, 0 bad rows skipped) in 1 packs of 8" in dataset.summary()
     assert PackedDataset(documents, 8, overlong="split").loss_tokens([0]) == 2

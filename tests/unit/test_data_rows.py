@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from megatron_glm.data.files import find_files
-from megatron_glm.data.loader import Documents, load_documents
+from megatron_glm.data.finetuning import Documents, load_documents
 from megatron_glm.data.rows import RowSettings
 from megatron_glm.data.tokenizer import END_OF_TEXT, Tokenizer
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from megatron_glm.checkpoint.hf_folder import SafetensorsFolder
 from megatron_glm.config.model import ModelConfig
-from megatron_glm.data.loader import load_documents
+from megatron_glm.data.finetuning import load_documents
 from megatron_glm.data.rows import RowSettings
 from tests.finetune import json_log
 

@@ -1,0 +1,284 @@
+"""The packs of a fine-tuning run: rows of files, tokenised once into a cache, and which documents share a pack."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .blend import cache_key, open_array, save_array
+from .cache import Once, Say, cache_folder, digests, make_folder
+from .files import file_format, find_files
+from .indexed import IndexedDataset
+from .packing import best_fit, cut
+from .report import RowReport
+from .rows import RowSettings
+from .tokenise import DOCUMENTS, REPORT, TARGETS, write_documents
+
+# Modules that do not decide which tokens a row becomes: when another one changes, all is tokenised anew.
+NO_ROW_CODE = {"blend", "cache", "finetuning", "indexed", "loader", "packing", "pretraining", "tokenise", "workers"}
+FORMAT = 1  # of a packing: raise it when the same settings should give another
+LOSS_CHUNK = 2**24  # tokens whose targets are counted at a time
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Tokenised documents in flat arrays, which may be memory-mapped files."""
+
+    tokens: np.ndarray  # [N] int32
+    targets: np.ndarray  # [N] bool: is this token to be predicted
+    offsets: np.ndarray  # [n + 1] int64: document i is [offsets[i], offsets[i + 1])
+    report: RowReport = field(default_factory=RowReport)
+    folder: Path | None = None  # where the arrays are mapped from
+    mapped: tuple[IndexedDataset, mmap.mmap] | None = None
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        span = slice(self.offsets[i], self.offsets[i + 1])
+        return self.tokens[span], self.targets[span]
+
+    @classmethod
+    def open(cls, folder: Path) -> Documents:
+        """Maps what `write_documents` wrote; reads 12 bytes a document. Raises ValueError if it is damaged."""
+        if not folder.is_dir():
+            raise ValueError(
+                f"{folder} is not there: one process made it, and all processes of its node must see it; give a"
+                " --data-cache-path that they share"
+            )
+        try:
+            report = RowReport.from_json(json.loads((folder / REPORT).read_text(encoding="utf-8")))
+            dataset = IndexedDataset(folder / DOCUMENTS)
+            offsets = np.concatenate(([0], np.cumsum(dataset.document_lengths())))
+            with (folder / TARGETS).open("rb") as file:
+                targets = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            if len(targets) != len(dataset.tokens):
+                raise ValueError(f"{len(targets)} targets for {len(dataset.tokens)} tokens")
+        except (OSError, ValueError, TypeError) as error:
+            raise ValueError(f"the tokenised data are damaged, remove {folder}: {error}") from error
+        targets.madvise(mmap.MADV_RANDOM)
+        flags = np.frombuffer(targets, bool)
+        return cls(dataset.tokens, flags, offsets, report, folder, (dataset, targets))
+
+    def release(self) -> None:
+        """Takes what was read so far out of this process's memory, where it is mapped: IndexedDataset.release."""
+        if self.mapped is not None:
+            dataset, targets = self.mapped
+            dataset.release()
+            targets.madvise(mmap.MADV_DONTNEED)
+
+
+def load_documents(
+    data_path: Iterable[str],
+    settings: RowSettings,
+    cache: str | None = None,
+    once: Once = lambda work: work(),
+    say: Say = print,
+    workers: int | None = None,
+) -> Documents:
+    """The documents of all rows of files, folders and globs, kinds mixed at will.
+
+    They are tokenised once, into a folder of the cache whose name follows from all that decides what they are: the
+    content of the files, the tokenizer and chat template, the settings, and the code that reads rows. Every later start
+    maps that folder.
+
+    Args:
+        cache: --data-cache-path, see `cache_folder`.
+        workers: processes that tokenise, see `write_documents`.
+    Raises:
+        ValueError: for a malformed row, or one with ids outside the vocabulary, with its file and line, unless bad rows
+            are skipped; if no row is left; if the cache cannot be written.
+    """
+    data_path = list(data_path)
+    name = " ".join(map(str, data_path))
+
+    def make() -> dict[str, Any]:
+        listing = RowReport()
+        files = find_files(data_path, report=listing)
+        folder = cache_folder(cache, files[0])
+        target = folder / f"{files[0].stem}-{_key(files, settings, folder)}"
+
+        def write(temporary: Path, note: Say) -> None:
+            write_documents(temporary, files, settings, workers, lambda progress: note(f"{name}: {progress}"))
+
+        make_folder(target, write, say)
+        return {"folder": str(target), "files_left_out": listing.files_left_out}
+
+    made = once(make)
+    documents = Documents.open(Path(made["folder"]))
+    documents.report.files_left_out = made["files_left_out"]
+    return documents
+
+
+def _key(files: list[Path], settings: RowSettings, cache: Path) -> str:
+    content = zip([file_format(file) for file in files], digests(files, cache), strict=True)
+    return cache_key(
+        files=list(content),
+        tokenizer=digests(_tokenizer_files(settings.tokenizer_path), cache),
+        code=_code_digest(),
+        settings=asdict(replace(settings, tokenizer_path=None)),
+    )
+
+
+def _code_digest() -> str:
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    texts = [source.read_bytes() for source in sources if source.stem not in NO_ROW_CODE]
+    return hashlib.sha256(b"".join(texts)).hexdigest()
+
+
+def _tokenizer_files(path: str | None) -> list[Path]:
+    """The tokenizer and the chat template that rows may need, as far as they are there."""
+    if path is None:
+        return []
+    path = Path(path)
+    folder = path if path.is_dir() else path.parent
+    named = [path] if path.is_file() else [folder / "tokenizer.json", *sorted(folder.glob("*.model"))]
+    named += [folder / "chat_template.jinja", folder / "tokenizer_config.json"]
+    return [file for file in named if file.is_file()]
+
+
+PACKING_DTYPES = (np.int64, np.int32, np.int32, np.int32, np.int64, np.int64)
+
+
+class Packing(NamedTuple):
+    """The pieces of documents, and which places of their falling order of length share a pack."""
+
+    starts: np.ndarray  # [pieces] int64: a piece's first token among all tokens
+    lengths: np.ndarray  # [pieces] int32
+    losses: np.ndarray  # [pieces] int32: loss tokens
+    slots: np.ndarray  # [pieces] int32: places in the falling order of lengths, pack after pack
+    bounds: np.ndarray  # [packs + 1] int64: pack p is slots[bounds[p]:bounds[p + 1]]
+    counts: np.ndarray  # [2] int64: overlong documents, and pieces without a loss token, which are left out
+
+    @classmethod
+    def plan(cls, documents: Documents, seq_length: int, packing: str, overlong: str) -> Packing:
+        """Raises ValueError if no piece has a loss token."""
+        lengths = np.diff(documents.offsets)
+        document, start, length = cut(lengths, seq_length, overlong)
+        start += documents.offsets[document]
+        losses = _count_losses(documents.targets, start, length)
+        kept = losses > 0
+        if not kept.any():
+            raise ValueError(
+                f"none of the {len(documents)} documents has a loss token within --seq-length {seq_length}"
+            )
+        start, length, losses = start[kept], length[kept], losses[kept]
+        pack_of = np.arange(len(length))
+        if packing == "best-fit":
+            pack_of = best_fit((-np.sort(-length)).tolist(), seq_length)
+        slots = np.argsort(pack_of, kind="stable")
+        bounds = np.concatenate(([0], np.cumsum(np.bincount(pack_of))))
+        counts = np.array([(lengths > seq_length).sum(), (~kept).sum()])
+        arrays = (start, length, losses, slots, bounds, counts)
+        return cls(*(array.astype(dtype) for array, dtype in zip(arrays, PACKING_DTYPES, strict=True)))
+
+    @classmethod
+    def cached(cls, documents: Documents, once: Once, say: Say, *how: int | str) -> Packing:
+        """The same, `how` being (seq_length, packing, overlong); computed once and kept beside mapped documents."""
+        target = documents.folder / f"packs-{cache_key(format=FORMAT, how=how)}"
+
+        def write(folder: Path, note: Say) -> None:
+            for name, array in zip(cls._fields, cls.plan(documents, *how), strict=True):
+                save_array(folder / f"{name}.npy", array)
+
+        once(lambda: make_folder(target, write, say))
+        dtypes = zip(cls._fields, PACKING_DTYPES, strict=True)
+        return cls(*(open_array(target / f"{name}.npy", (None,), dtype) for name, dtype in dtypes))
+
+
+def _count_losses(targets: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """Targets of each piece, without its first token's: nothing comes before it. Pieces are in the order of tokens."""
+    losses, begin = np.zeros(len(start), np.int64), 0
+    while begin < len(start):
+        end = max(begin + 1, int(np.searchsorted(start, start[begin] + LOSS_CHUNK)))
+        first, last = int(start[begin]), int(start[end - 1] + length[end - 1])
+        before = np.concatenate(([0], np.cumsum(targets[first:last], dtype=np.int64)))
+        at = start[begin:end] - first
+        behind = at + length[begin:end]
+        losses[begin:end] = before[behind] - before[np.minimum(at + 1, behind)]
+        begin = end
+    return losses
+
+
+class PackedDataset:
+    """An endless sequence of packs: pack i is a function of (documents, seq_length, packing, overlong, seed, i).
+
+    Each epoch deals the documents anew. With best-fit they are dealt by falling length, ties shuffled, and the packs
+    are shuffled, so an epoch's lengths fall into the same packs every time: all epochs have the same number of packs,
+    and only the documents and the order change. Documents, or pieces of them, without a token to predict are dropped.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        seq_length: int,
+        packing: str = "best-fit",
+        overlong: str = "truncate",
+        seed: int = 0,
+        planned: Packing | None = None,
+    ):
+        if seq_length < 2:
+            raise ValueError(f"--seq-length is {seq_length}, but to predict a token takes at least 2")
+        if packing not in ("best-fit", "none"):
+            raise ValueError(f"--packing is {packing!r}, expected 'best-fit' or 'none'")
+        if overlong not in ("truncate", "split"):
+            raise ValueError(f"--overlong is {overlong!r}, expected 'truncate' or 'split'")
+        self.documents, self.seq_length, self.seed = documents, seq_length, seed
+        self.packing = planned or Packing.plan(documents, seq_length, packing, overlong)
+        self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    @property
+    def packs_per_epoch(self) -> int:
+        return len(self.packing.bounds) - 1
+
+    def summary(self) -> str:
+        """What became of the documents, in one line."""
+        overlong, dropped = self.packing.counts.tolist()
+        filled = self.packing.lengths.sum(dtype=np.int64) / (self.packs_per_epoch * self.seq_length)
+        return (
+            f"{len(self.documents)} documents ({overlong} overlong, {dropped} without loss dropped,"
+            f" {self.documents.report.skipped} bad rows skipped) in {self.packs_per_epoch} packs of {self.seq_length}"
+            f" tokens, {filled:.1%} full, {self.packing.losses.sum(dtype=np.int64)} loss tokens"
+        )
+
+    def pack(self, index: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The documents of pack `index` (of epoch index // packs_per_epoch): (ids [n] int32, is a target [n] bool)."""
+        self.documents.release()
+        pieces = self._pieces(index)
+        starts, lengths = self.packing.starts[pieces].tolist(), self.packing.lengths[pieces].tolist()
+        spans = [slice(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+        return [(self.documents.tokens[span], self.documents.targets[span]) for span in spans]
+
+    def sample_id(self, index: int) -> str:
+        """Where the first document of pack `index` begins: "token+" its place among all tokens of the data."""
+        return f"token+{self.packing.starts[self._pieces(index)[0]]}"
+
+    def loss_tokens(self, indices: Iterable[int]) -> int:
+        """Loss tokens of these packs together, counted without building them."""
+        return int(sum(self.packing.losses[self._pieces(index)].sum() for index in indices))
+
+    def _pieces(self, index: int) -> np.ndarray:
+        """The numbers of the pieces in pack `index`."""
+        epoch, place = divmod(index, self.packs_per_epoch)
+        if (dealt := self._epochs.get(epoch)) is None:
+            dealt = self._deal(epoch)
+            # a step may straddle two epochs, and evaluation returns to the first
+            self._epochs = dict([*self._epochs.items()][-2:]) | {epoch: dealt}
+        pieces, order = dealt
+        pack = order[place]
+        return pieces[self.packing.bounds[pack] : self.packing.bounds[pack + 1]]
+
+    def _deal(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """(numbers of the pieces, pack after pack [n]; the order of the packs [packs_per_epoch]) of an epoch."""
+        random = np.random.Generator(np.random.PCG64([self.seed, epoch]))
+        lengths = self.packing.lengths
+        shuffled = random.permutation(len(lengths))
+        descending = shuffled[np.argsort(-lengths[shuffled], kind="stable")].astype(np.int32)
+        return descending[self.packing.slots], random.permutation(self.packs_per_epoch)
