@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from megatron_glm.checkpoint import sharded
 from megatron_glm.config import ModelConfig, RunConfig, flag_name
 from megatron_glm.config.flags import MEGATRON_NAMES
+from megatron_glm.data.finetuning import PackedDataset
 from megatron_glm.data.loader import MicroBatches
 from megatron_glm.parallel.rendezvous import some
 from megatron_glm.training.checkpointing import FINGERPRINT_PACKS, fingerprint
@@ -110,5 +111,7 @@ def require_same_data(group: ProcessGroup, **data: MicroBatches | None) -> None:
         if part is not None:
             packs = part.dataset.packs_per_epoch
             facts[f"the number of packs of the {name} data"] = str(packs)
+            if isinstance(part.dataset, PackedDataset):  # its folder is named by all that is in it
+                facts[f"the digest of the {name} data"] = part.dataset.documents.folder.name
             facts[f"the fingerprint of the {name} data"] = fingerprint(part, min(packs, FINGERPRINT_PACKS))
     require_same(group, facts)

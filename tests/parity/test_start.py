@@ -10,7 +10,9 @@ import socket
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
@@ -202,19 +204,26 @@ def test_ranks_with_other_flags_or_data_save_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def other_data(folder: Path) -> list[tuple[int, str]]:
-    """The same flags, in a folder of each rank's own."""
-    return outcome(folder / f"rank{dist.get_rank()}", [{}])
+def other_data() -> list[str]:
+    """What two ranks find whose data differ in the number of packs, or in a token."""
+    from megatron_glm.training.agreement import require_same_data
+
+    def data(packs: int, token: int) -> SimpleNamespace:
+        pack = [(np.array([3, token]), np.array([True, True]))]
+        return SimpleNamespace(dataset=SimpleNamespace(packs_per_epoch=packs, pack=lambda index: pack))
+
+    rank, found = dist.get_rank(), []
+    for training, validation in ((data(5, 7), None), (data(5 - rank, 7), None), (data(5, 7), data(2, 7 + rank))):
+        try:
+            require_same_data(dist.group.WORLD, training=training, validation=validation)
+            found.append("")
+        except ValueError as error:
+            found.append(str(error))
+    return found
 
 
-def test_ranks_with_other_rows_under_the_same_name_save_nothing(tmp_path):
-    for rank in range(2):
-        folder = tmp_path / f"rank{rank}"
-        folder.mkdir()
-        write_rows(folder)
-    rows = (tmp_path / "rank1/train.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "rank1/train.jsonl").write_text("".join(rows[:-1]))
-    for [(code, errors)] in distributed.run(2, other_data, tmp_path, timeout=200):
-        assert code == 2 and "the number of packs of the training data is 11 on rank 0" in errors
-        assert "10 on rank 1" in errors
-    assert not list(tmp_path.glob("rank*/out"))
+def test_ranks_with_other_rows_under_the_same_name_are_refused():
+    for same, packs, token in distributed.run(2, other_data):
+        assert same == ""
+        assert "the number of packs of the training data is 5 on rank 0" in packs and "and 4 on rank 1" in packs
+        assert "the fingerprint of the validation data is" in token and "training" not in token
