@@ -1,6 +1,7 @@
 """Fine-tune a GLM-5 model on chats, prompts and completions, or ready token ids.
 
-With --dry-run (and --nnodes, --nproc-per-node, --gpu-memory-gb) it prints what the run needs and whether it fits.
+With --dry-run (and --nnodes, --nproc-per-node, --gpu-memory-gb) it prints what the run needs and whether it fits,
+with --check-data what is in the data.
 """
 
 from __future__ import annotations
@@ -10,17 +11,17 @@ from megatron_glm import signals
 if __name__ == "__main__":
     signals.install()  # before anything that takes time
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from megatron_glm.config import RunConfig
 from megatron_glm.config.describe import describe
 from megatron_glm.config.flags import build_parser, configured
-from megatron_glm.launch import one_line_errors, one_thread_on_a_cpu, ranks_from_slurm, say
+from megatron_glm.launch import is_first_rank, one_line_errors, one_thread_on_a_cpu, ranks_from_slurm, say
 
 if TYPE_CHECKING:
+    from megatron_glm.data.cache import Once
     from megatron_glm.data.loader import MicroBatches
-    from megatron_glm.parallel.groups import ParallelGroups
 
 
 def main() -> None:
@@ -30,28 +31,30 @@ def main() -> None:
         from megatron_glm.training.plan_report import print_plan
 
         print_plan(flags)
+        return
+    config = configured(flags)
+    if config.data.check_data:
+        check_data(config)
     else:
-        run(configured(flags))
+        run(config)
 
 
 def run(config: RunConfig) -> None:
     say(describe(config, config.logging.verbose))
     one_thread_on_a_cpu()
     # Importing torch takes a second or more: it happens here, after the flags are checked.
-    from megatron_glm.training.agreement import require_same_data
     from megatron_glm.training.checkpointing import load_checkpoint
     from megatron_glm.training.evaluate import evaluate
     from megatron_glm.training.initialize import build_chunks, choose_backend, initialize
     from megatron_glm.training.logging import log
     from megatron_glm.training.loop import batch_shape, train
     from megatron_glm.training.optimizer import build_optimizer
+    from megatron_glm.training.turns import once_per_node
 
     config = choose_backend(config)
     groups = initialize(config)
-    data = packed(config.data.data_path, config, groups)
-    validates = config.data.valid_data_path and not config.train.eval_only
-    validation = packed(config.data.valid_data_path, config, groups) if validates else None
-    require_same_data(groups.checkpoint, training=data, validation=validation)
+    once = once_per_node(groups.gloo_world)
+    data = packed(config.data.data_path, config, once, log)
     chunks = build_chunks(config, groups)
 
     if config.train.eval_only:
@@ -61,23 +64,28 @@ def run(config: RunConfig) -> None:
         log(f"eval | lm loss: {loss:.6f} | tokens: {tokens}")
         return
 
+    validation = packed(config.data.valid_data_path, config, once, log) if config.data.valid_data_path else None
     optimizer = build_optimizer(chunks, config.optimizer)
     progress = load_checkpoint(config, chunks, optimizer, groups, data)
     train(config, chunks, optimizer, data, validation, groups, progress)
 
 
-def packed(paths: Iterable[str], config: RunConfig, groups: ParallelGroups) -> MicroBatches:
+def check_data(config: RunConfig) -> None:
+    """Prints what a run would make of its rows. One process does it; it needs neither GPU nor weights."""
+    if is_first_rank():
+        for paths in filter(None, (config.data.data_path, config.data.valid_data_path)):
+            packed(paths, config, lambda work: work(), say)
+
+
+def packed(paths: Iterable[str], config: RunConfig, once: Once, log: Callable[[str], None]) -> MicroBatches:
     """The rows of these files as packs."""
     from megatron_glm.data.finetuning import PackedDataset, Packing, load_documents
     from megatron_glm.data.loader import MicroBatches
     from megatron_glm.data.rows import RowSettings
-    from megatron_glm.training.logging import log
-    from megatron_glm.training.turns import once_per_node
 
-    data, once = config.data, once_per_node(groups.gloo_world)
-    settings = RowSettings(data.tokenizer_model or config.hf_folder, config.model.vocab_size, data.skip_bad_rows)
+    data = config.data
     log(f"reading {' '.join(paths)}")
-    documents = load_documents(paths, settings, data.data_cache_path, once, log)
+    documents = load_documents(paths, RowSettings.of(config), data.data_cache_path, once, log)
     how = (data.seq_length, data.packing, data.overlong)
     dataset = PackedDataset(documents, *how, config.train.seed, Packing.cached(documents, once, log, *how))
     log(f"{' '.join(paths)}: {dataset.summary()}")

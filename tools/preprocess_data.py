@@ -1,7 +1,8 @@
-"""Tokenises JSONL (.jsonl, .json), Parquet and text files into PREFIX_KEY_document.bin and .idx, for pretrain_glm.py.
+"""Tokenises JSON, Parquet, Arrow and text files into PREFIX_KEY_document.bin and .idx, for pretrain_glm.py.
 
-The output is that of Megatron's tool of the same name. A row of JSONL or Parquet is a document, as is a whole text file
-(.txt, .md, .py). An interrupted run continues when it is started again: what it had done of the input files is kept.
+The output is that of Megatron's tool of the same name. A row of JSON (.jsonl or .json, also .gz or .zst), Parquet or
+Arrow is a document, as is a whole text file (.txt, .md, .py). An interrupted run continues when it is started again:
+what it had done of the input files is kept.
 """
 
 from __future__ import annotations
@@ -26,11 +27,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed, too
 
-from megatron_glm import signals  # noqa: E402
-
-if __name__ == "__main__":
-    signals.install(signal.SIGINT)  # Ctrl-C: one line and exit code 130
-
 import numpy as np  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
@@ -40,10 +36,13 @@ from megatron_glm.data.files import (  # noqa: E402
     check_unicode,
     count_parquet_rows,
     decode_row,
+    file_format,
     find_files,
     read_rows,
 )
 from megatron_glm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, smallest_dtype  # noqa: E402
+from megatron_glm.data.report import RowReport  # noqa: E402
+from megatron_glm.data.rows import special_token_error, special_token_pattern  # noqa: E402
 from megatron_glm.data.tokenizer import END_OF_TEXT, Tokenizer  # noqa: E402
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
@@ -58,6 +57,7 @@ class Settings:
     tokenizer_model: str
     json_keys: tuple[str, ...]
     append_eod: bool
+    special_tokens_in_text: bool = False
 
 
 class Encoder:
@@ -66,7 +66,8 @@ class Encoder:
     def __init__(self, settings: Settings):
         self.tokenizer = Tokenizer.load(settings.tokenizer_model)
         self.keys = settings.json_keys
-        self.end = np.array([self.tokenizer.require(END_OF_TEXT)] if settings.append_eod else [], np.int64)
+        self.end = self.tokenizer.require(END_OF_TEXT) if settings.append_eod else None
+        self.special = None if settings.special_tokens_in_text else special_token_pattern(self.tokenizer)
         self.dtype = smallest_dtype(self.tokenizer.vocab_size)
 
     def encode(self, rows: Rows) -> list[tuple[bytes, list[int]]]:
@@ -75,9 +76,13 @@ class Encoder:
         results = []
         for column in zip(*texts, strict=True):
             ids = [ids for ids, _ in self.tokenizer.encode_batch(list(column)) if len(ids)]
-            documents = [np.append(document, self.end).astype(self.dtype) for document in ids]
+            documents = [self._ended(document).astype(self.dtype) for document in ids]
             results.append((b"".join(map(np.ndarray.tobytes, documents)), list(map(len, documents))))
         return results
+
+    def _ended(self, document: np.ndarray) -> np.ndarray:
+        """With one end token, if there is to be one: a text that means its special tokens may end with it."""
+        return document if self.end is None or document[-1] == self.end else np.append(document, self.end)
 
     def _texts(self, place: str, raw: bytes | dict) -> list[str]:
         """The text of a row under each key."""
@@ -88,6 +93,8 @@ class Encoder:
                     what = f"{row[key]!r:.80} under {key!r}" if key in row else f"no {key!r}, only {sorted(row)}"
                     raise ValueError(f"the row has {what}; --json-keys must name strings")
                 check_unicode(row[key])
+                if self.special and (found := self.special.search(row[key])):
+                    raise ValueError(special_token_error(key, found.group()))
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from error
         return [row[key] for key in self.keys]
@@ -110,19 +117,20 @@ def encode(rows: Rows) -> list[tuple[bytes, list[int]]]:
 
 def read_chunks(path: Path) -> Iterator[tuple[Rows, int]]:
     """(rows, how much of the file they are in bytes) in the order of the file."""
-    if path.suffix in TEXT_SUFFIXES:
+    if path.suffix.lower() in TEXT_SUFFIXES:
         try:
             yield [(str(path), {"text": path.read_text("utf-8")})], path.stat().st_size
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: {error}") from error
         return
-    parquet = path.suffix == ".parquet"
-    row_bytes = path.stat().st_size // max(1, count_parquet_rows(path)) if parquet else 0
+    suffix, compression = file_format(path)
+    row_bytes = path.stat().st_size // max(1, count_parquet_rows(path)) if suffix == ".parquet" else 0
     rows, nbytes, text = [], 0, 0
     for place, raw in read_rows(path):
         rows.append((place, raw))
-        nbytes += row_bytes if parquet else len(raw)
-        text += sum(len(value) for value in raw.values() if isinstance(value, str)) if parquet else len(raw)
+        size = len(raw) if isinstance(raw, bytes) else sum(len(text) for text in raw.values() if isinstance(text, str))
+        nbytes += 0 if compression else row_bytes or size
+        text += size
         if text >= CHUNK_BYTES:
             yield rows, nbytes
             rows, nbytes, text = [], 0, 0
@@ -145,16 +153,19 @@ class Part:
 def plan(arguments: argparse.Namespace, encoder: Encoder) -> list[Part]:
     """The parts. Their names change with the input file, the tokenizer and the flags, so that no other is taken up."""
     digest = hashlib.sha256(encoder.tokenizer.path.read_bytes()).hexdigest()
-    parts = []
-    for path in find_files(arguments.input, (*SUFFIXES, ".json", *TEXT_SUFFIXES)):
+    parts, report = [], RowReport()
+    for path in find_files(arguments.input, (*SUFFIXES, *TEXT_SUFFIXES), report):
         stat = path.stat()
         name = cache_key(
             source=[str(path.resolve()), stat.st_size, stat.st_mtime_ns, len(parts)],
             tokenizer=digest,
             eod=arguments.append_eod,
+            special=arguments.special_tokens_in_text,
         )
         prefixes = tuple(f"{arguments.output_prefix}.parts/{name}_{key}" for key in arguments.json_keys)
         parts.append(Part(path, prefixes))
+    if report.files_left_out:
+        print(report.files_not_read(), file=sys.stderr)
     return parts
 
 
@@ -224,7 +235,9 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    settings = Settings(arguments.tokenizer_model, tuple(arguments.json_keys), arguments.append_eod)
+    settings = Settings(
+        arguments.tokenizer_model, tuple(arguments.json_keys), arguments.append_eod, arguments.special_tokens_in_text
+    )
     targets = [f"{arguments.output_prefix}_{key}_document" for key in settings.json_keys]
     for target in targets:
         for path in (bin_path(target), idx_path(target)):
@@ -264,6 +277,9 @@ def parse_arguments() -> argparse.Namespace:
         "--tokenizer-model", required=True, metavar="PATH", help="tokenizer.json, .model or the folder of one"
     )
     parser.add_argument("--append-eod", action="store_true", help=f"end every document with {END_OF_TEXT}")
+    parser.add_argument(
+        "--special-tokens-in-text", action="store_true", help="texts may hold special tokens, and mean them"
+    )
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--workers", type=positive, default=cores, metavar="N", help=f"processes (default: {cores})")
     arguments = parser.parse_args()
@@ -284,6 +300,9 @@ def main() -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1 if isinstance(error, OSError) else 2
+    except KeyboardInterrupt:
+        print("error: interrupted; start it again to continue", file=sys.stderr)
+        return 1
     return 0
 
 

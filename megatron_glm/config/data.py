@@ -11,11 +11,15 @@ CACHE_HELP = (
     "folder for what is made of the data once: tokens and the order of samples (default: index_cache beside the first "
     "file, or ~/.cache/megatron_glm if that cannot be written)"
 )
+NEEDED_KEYS = frozenset(
+    "input_ids messages conversations role content from value prompt completion response instruction output ctx endings"
+    " text".split()
+)
 
 
 @dataclass(frozen=True)
 class DataConfig(Section):
-    data_path: tuple[str, ...] = option((), "training data: JSONL or Parquet files, folders or globs")
+    data_path: tuple[str, ...] = option((), "training data: JSON, Parquet or Arrow files, folders or globs")
     valid_data_path: tuple[str, ...] = option((), "validation data, as --data-path")
     data_cache_path: str | None = option(None, CACHE_HELP)
     tokenizer_model: str | None = option(
@@ -25,11 +29,22 @@ class DataConfig(Section):
     packing: Literal["best-fit", "none"] = option("best-fit", "fill packs with several documents, or one each")
     overlong: Literal["truncate", "split"] = option("truncate", "what happens to documents above --seq-length")
     skip_bad_rows: bool = option(False, "count and skip malformed rows instead of stopping")
+    ignore_keys: tuple[str, ...] = option((), "keys of rows and messages that are only metadata, as id,timestamp")
+    train_on_last_turn_only: bool = option(False, "in chats, loss on the assistant's last turn only")
+    special_tokens_in_text: bool = option(False, "text may hold special tokens, which become tokens of their own")
+    check_data: bool = option(False, "read, render and pack the data, say what is in it, and exit; needs no weights")
 
     def check(self) -> None:
-        """Refuses a run without data."""
+        """Refuses a run without data, and a data set without its own keys."""
         if not self.data_path:
             raise ValueError("--data-path is required")
+        if needed := NEEDED_KEYS & set(self.ignored_keys):
+            raise ValueError(f"--ignore-keys {min(needed)}: that is what a row is made of, not metadata")
+
+    @property
+    def ignored_keys(self) -> tuple[str, ...]:
+        """--ignore-keys, which may be separated by commas or spaces."""
+        return tuple(dict.fromkeys(key for word in self.ignore_keys for key in word.split(",") if key))
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from megatron_glm.launch import world_size
-
 from . import (
     CheckpointConfig,
     DataConfig,
@@ -171,11 +169,13 @@ def configured(flags: argparse.Namespace, data: DataSection = DataConfig) -> Run
     process group is made, and torch is not imported.
     """
     try:
-        ranks = world_size()
         if useless := [name for name in PLAN_FLAGS if name in flags]:
             raise ValueError(f"{flag_name(useless[0])} needs --dry-run")
         config = resolve(flags, data)
-        config.check(ranks)
+        if "check_data" in flags:
+            config.data.check()  # nothing else of the run needs to be decided yet
+        else:
+            config.check(int(os.environ.get("WORLD_SIZE", "1")))
     except ValueError as error:
         refuse(str(error))
     print_always_so(flags)

@@ -72,7 +72,8 @@ class ChatTemplate:
         members = [node.attr for node in tree.find_all(jinja2.nodes.Getattr)]
         members += [node.arg.value for node in tree.find_all(jinja2.nodes.Getitem) if hasattr(node.arg, "value")]
         self.keys = frozenset(key for key in members if isinstance(key, str))
-        self.settings = frozenset(jinja2.meta.find_undeclared_variables(tree)) - _NOT_SETTINGS
+        own = {node.name for node in tree.find_all(jinja2.nodes.Name) if node.ctx != "load"}
+        self.settings = frozenset(jinja2.meta.find_undeclared_variables(tree)) - own - _NOT_SETTINGS
         self.name = name
         self._prompts: dict[str, tuple[str, ...]] = {}
         self._rendered: dict[tuple[str, str], bool] = {}
@@ -221,8 +222,10 @@ def _strings(message: dict) -> Iterator[tuple[str, str, bool]]:
             yield from ((key, pieces[j], pieces[j + 1] == "</think>") for j in range(0, len(pieces), 2))
         elif key == "tool_calls":
             yield from ((key, string, False) for call in value for string in _call_strings(call))
+        elif key == "content" and isinstance(value, list):  # tool results
+            yield from ((key, item["output"] if isinstance(item, dict) else item, False) for item in value)
         elif key != "role":
-            yield from ((key, string, key == "reasoning_content") for string in _inner_strings(value))
+            yield key, value, key == "reasoning_content"
 
 
 def _call_strings(call: dict) -> Iterator[str]:

@@ -19,7 +19,9 @@ _WORDS = frozenset(
     " tool tools function functions position positions attention seq seqs segment segments cu seqlen seqlens documents"
     " history template kwargs thinking reasoning image images video videos audio audios".split()
 )
-_JOINED = re.compile("lossmask|lossweight|attentionmask|positionid|seqlen|seqstart|documentid|docids|sampleweight")
+_JOINED = re.compile(
+    "promptlen|sourcelen|answerstart|lossmask|lossweight|attentionmask|positionid|seqlen|seqstart|documentid|docids|sampleweight"
+)
 # metadata all the same
 _HARMLESS = frozenset("target_language max_seqlen special_tokens_mask parallel_tool_calls tool_choice".split())
 
@@ -32,8 +34,8 @@ def switched_on(key: str, value: Any, where: str) -> bool:
     """Whether a switch wants loss. Raises ValueError for what is neither on nor off, as 0.5."""
     if not isinstance(value, int | float) or value not in (0, 1):
         raise ValueError(
-            f"{where} is {value!r:.80}, and only 0, 1, false and true can be honoured; if it is only metadata, name "
-            f"it in --ignore-keys"
+            f"{where} is {value!r:.80}, and only 0, 1, false and true can be honoured; name it in --ignore-keys if it "
+            "is only metadata"
         )
     return bool(value) != (key in INVERTED_SWITCHES)
 
@@ -55,12 +57,11 @@ class Notes:
     unused: set[str] = field(default_factory=set)
     warnings: set[str] = field(default_factory=set)
 
-    def without_ignored(self, fields: dict) -> dict:
-        """The fields that are not null and not metadata."""
-        present = {key: value for key, value in fields.items() if value is not None and key not in self.ignored}
-        if self.ignored:
-            self.unused |= self.ignored & fields.keys()
-        return present
+    def without_ignored(self, fields: dict, needed: Iterable[str] = ()) -> dict:
+        """The fields that are not null and not metadata; `needed` ones are never metadata."""
+        ignored = self.ignored.difference(needed)
+        self.unused |= ignored & fields.keys()
+        return {key: value for key, value in fields.items() if value is not None and key not in ignored}
 
     def columns_not_used(self, row: dict, used: Iterable[str]) -> None:
         """Notes the columns of a row that were not read; refuses those that would change what is trained."""

@@ -25,6 +25,7 @@ ROLES = {
 }
 PLAIN_ROLES = frozenset(("system", "user", "assistant"))
 THINKING = ("reasoning_content", "reasoning", "thinking")
+CALL = ("type", "function", "name", "arguments")
 TEXT_PARTS = ("text", "input_text", "output_text")
 # no part of the text: it says which call a result answers, which its place says, too
 METADATA = {"assistant": ("id",), "tool": ("id", "tool_call_id", "name"), "system": ("id",), "user": ("id",)}
@@ -177,20 +178,23 @@ class _Message:
     def _call(self, call: Any) -> dict:
         """{"type": "function", "function": {"name": …, "arguments": {…}}}, or the inner object where it came alone."""
         where = f"{self.where}.tool_calls"
-        fields = self.notes.without_ignored(call) if isinstance(call, dict) else {}
+        fields = self.notes.without_ignored(call, CALL) if isinstance(call, dict) else {}
         function, outer = fields, {}
         if "function" in fields:
             inner = fields.pop("function")
-            function = self.notes.without_ignored(inner) if isinstance(inner, dict) else {}
+            function = self.notes.without_ignored(inner, CALL) if isinstance(inner, dict) else {}
             outer = {"type": fields.pop("type", "function")}
         elif fields.get("type") == "function":
             fields.pop("type")
         if not isinstance(function.get("name"), str) or outer.get("type", "function") != "function":
             raise ValueError(f"{where} holds {call!r:.80}, which names no function")
-        arguments = parsed(function.pop("arguments", None) or {}, f"{where} arguments")
+        given = function.pop("arguments", None) or {}
+        arguments = parsed(given, f"{where} arguments")
         if not isinstance(arguments, dict):
             raise ValueError(f"{where} arguments must be an object, got {arguments!r:.80}")
-        result = {"name": function.pop("name"), "arguments": _without_nulls(arguments, self.notes)}
+        if given is arguments:  # in JSON text, a null is meant
+            arguments = _without_nulls(arguments, self.notes)
+        result = {"name": function.pop("name"), "arguments": arguments}
         for left in (fields, function):
             for key in ("id", "index"):
                 if left.pop(key, None) is not None:
@@ -227,7 +231,7 @@ class _Message:
     def _part(self, part: Any, where: str) -> str:
         if isinstance(part, str):
             return part
-        fields = self.notes.without_ignored(part) if isinstance(part, dict) else {}
+        fields = self.notes.without_ignored(part, ("type", "text")) if isinstance(part, dict) else {}
         kind, text = fields.pop("type", None), fields.pop("text", None)
         if kind not in TEXT_PARTS or not isinstance(text, str):
             raise ValueError(f"{where} is {part!r:.80}: only parts of text can be rendered ({', '.join(TEXT_PARTS)})")

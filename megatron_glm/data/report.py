@@ -56,7 +56,10 @@ class RowReport:
         kinds = ", ".join(f"{rows} {kind}" for kind, rows in self.kinds.items()) or "none"
         lines = [f"kinds: {kinds}" + (f"; columns not used: {', '.join(sorted(self.unused))}" * bool(self.unused))]
         if self.files_left_out:
-            first, more = self.files_left_out[:5], len(self.files_left_out) - 5
-            lines.append(f"files not read: {', '.join(first)}" + f" and {more} more" * (more > 0))
+            lines.append(self.files_not_read())
         lines += [f"warning: {place}: {warning}" for warning, place in self.warnings.items()]
         return "\n".join(lines)
+
+    def files_not_read(self) -> str:
+        names, more = self.files_left_out[:5], len(self.files_left_out) - 5
+        return f"files not read: {', '.join(names)}" + f" and {more} more" * (more > 0)

@@ -10,41 +10,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron_glm.config import RunConfig
+
 from . import ids
 from .chat import ROLE_TOKENS, THINK_TAGS, ChatTemplate
-from .files import RawRow, check_unicode, decode_row
+from .files import RawRow, check_unicode
 from .ids import TokenRow
 from .keys import Notes, is_switch, switched_on
+from .kinds import ALPACA, HELLASWAG, TEXT, TOKENS, is_chat, parse_row
 from .messages import functions_as_tools, parsed, read_conversation
 from .report import RowReport
 from .tokenizer import END_OF_TEXT, Tokenizer
 
-# the keys that make a row of a kind; the first kind that a row has all keys of is taken
-TOKENS, CHAT, SHAREGPT = ("input_ids",), ("messages",), ("conversations",)
-COMPLETION, RESPONSE, ALPACA = ("prompt", "completion"), ("prompt", "response"), ("instruction", "output")
-HELLASWAG, TEXT = ("ctx", "endings", "label"), ("text",)
-KINDS = (TOKENS, CHAT, SHAREGPT, COMPLETION, RESPONSE, ALPACA, HELLASWAG, TEXT)
-CONVERSATIONS = (CHAT, SHAREGPT, ALPACA)  # rendered by the chat template
-PAIRS = (COMPLETION, RESPONSE)  # of two strings, or two lists of messages for the chat template
-
-# other shapes that are common, and the line that makes a kind above of each
-CONVERSIONS = {
-    ("question", "answer"): 'row = {"prompt": row["question"], "completion": row["answer"]}',
-    ("query", "response"): 'row = {"prompt": row["query"], "completion": row["response"]}',
-    ("instruction", "response"): 'row = {"instruction": row["instruction"], "output": row["response"]}',
-    ("problem", "solution"): 'row = {"prompt": row["problem"], "completion": row["solution"]}',
-    ("input", "output"): 'row = {"prompt": row["input"], "completion": row["output"]}',
-    ("inputs", "targets"): 'row = {"prompt": row["inputs"], "completion": row["targets"]}',
-    ("source", "target"): 'row = {"prompt": row["source"], "completion": row["target"]}',
-    ("prompt", "chosen"): 'row = {"prompt": row["prompt"], "completion": row["chosen"]}',
-    ("chosen",): 'row = {"messages": row["chosen"]}',
-    ("conversation",): 'row = {"messages": [{"role": role, "content": turn[role]} for turn in row["conversation"]'
-    ' for role in ("human", "assistant") if turn.get(role)]}',
-    ("dialogue",): 'row = {"messages": row["dialogue"]}',
-    ("content",): 'row = {"text": row["content"]}',
-    ("tokens",): 'row = {"input_ids": row["tokens"]}',
-    ("token_ids",): 'row = {"input_ids": row["token_ids"]}',
-}
 CHAT_COLUMNS = {"system", "tools", "functions", "chat_template_kwargs", "extra_body"}
 
 
@@ -59,11 +36,24 @@ class RowSettings:
     train_on_last_turn_only: bool = False
     special_tokens_in_text: bool = False  # text may hold special tokens, which become ids of their own
 
+    @classmethod
+    def of(cls, config: RunConfig) -> RowSettings:
+        """What the flags of a run say."""
+        data = config.data
+        return cls(
+            data.tokenizer_model or config.hf_folder,
+            config.model.vocab_size,
+            data.skip_bad_rows,
+            data.ignored_keys,
+            data.train_on_last_turn_only,
+            data.special_tokens_in_text,
+        )
+
 
 class TextRow(NamedTuple):
     text: str
     targets: Sequence[tuple[int, int]]  # character ranges to be predicted
-    end_of_text: bool  # append <|endoftext|> as the last target
+    end_of_text: bool  # append <|endoftext|>, as the last target if there are others
 
 
 @dataclass(frozen=True)
@@ -126,7 +116,7 @@ class RowReader:
                 yield place, error, kind
             else:
                 try:
-                    self.prepare(kind)
+                    self.prepare(row, kind)
                 except ValueError as error:  # a missing tokenizer is no fault of the row
                     raise ValueError(f"{place}: {error}") from error
                 try:
@@ -151,7 +141,7 @@ class RowReader:
         for start, end in np.searchsorted(ends, np.array(row.targets, np.int64).reshape(-1, 2), side="right").tolist():
             targets[start:end] = True
         if row.end_of_text:
-            tokens, targets = np.append(tokens, self.end_of_text), np.append(targets, True)
+            tokens, targets = np.append(tokens, self.end_of_text), np.append(targets, bool(row.targets))
         return TokenRow(tokens, targets, (len(tokens),))
 
     @cached_property
@@ -174,12 +164,11 @@ class RowReader:
 
     @cached_property
     def special_tokens(self) -> re.Pattern:
-        tokens = sorted({*self.tokenizer.special_tokens, *ROLE_TOKENS, END_OF_TEXT}, key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, tokens)))
+        return special_token_pattern(self.tokenizer)
 
-    def prepare(self, kind: tuple[str, ...]) -> None:
-        """Loads what a kind of row needs, so that a missing file never passes for a malformed row."""
-        if kind in CONVERSATIONS:
+    def prepare(self, row: dict, kind: tuple[str, ...]) -> None:
+        """Loads what a row needs, so that a missing file never passes for a malformed row."""
+        if is_chat(row, kind):
             _ = self.template
         elif kind != TOKENS:
             _ = self.end_of_text
@@ -190,9 +179,10 @@ class RowReader:
         wanted = all([switched_on(key, row[key], f"the row's {key}") for key in switches])
         used = {*kind, *switches}
         if kind == TOKENS:
-            result = ids.read_ids({key: value for key, value in row.items() if key not in self.ignored}, notes)
+            columns = {key: value for key, value in row.items() if key not in self.ignored | switches}
+            result = ids.read_ids(columns, notes)
             used |= ids.COLUMNS - self.ignored
-        elif kind in CONVERSATIONS or (kind in PAIRS and any(isinstance(row[key], list) for key in kind)):
+        elif is_chat(row, kind):
             result = self._chat(row, kind, notes, used)
         elif kind == HELLASWAG:
             result = self._completion(*_hellaswag(row))
@@ -211,17 +201,16 @@ class RowReader:
         if not self.settings.special_tokens_in_text:
             for key, text in (prompt, completion):
                 if found := self.special_tokens.search(text):
-                    raise ValueError(_special(key, found.group()))
+                    raise ValueError(special_token_error(key, found.group()))
         text = prompt[1] + completion[1]
         return TextRow(text, [(len(prompt[1]), len(text))], end_of_text=not text.endswith(END_OF_TEXT))
 
     def _chat(self, row: dict, kind: tuple[str, ...], notes: Notes, used: set[str]) -> TextRow:
         """Adds to `used` the columns that it read."""
-        _ = self.template  # rows of prompts that are messages come here, too
         row = {key: value for key, value in row.items() if key not in self.ignored or key in kind}
         messages, first_trained = self._messages(row, kind, used)
         settings = self._settings(row, used)
-        used |= CHAT_COLUMNS & row.keys()
+        used.update(CHAT_COLUMNS)
         tools = row.get("tools")
         if "functions" in row:
             if tools is not None:
@@ -258,7 +247,7 @@ class RowReader:
     def _settings(self, row: dict, used: set[str]) -> dict[str, Any]:
         """What a row sets of the template's variables; a setting that the template does not read is refused."""
         settings = {key: row[key] for key in self.template.settings & row.keys()}
-        used |= settings.keys()
+        used.update(settings)
         given = {"chat_template_kwargs": row.get("chat_template_kwargs")} | _object(row.get("extra_body"), "extra_body")
         for name, values in given.items():
             if name != "chat_template_kwargs":
@@ -283,26 +272,17 @@ class RowReader:
                         if found.group() in ROLE_TOKENS:
                             raise ValueError(f"{where} contains {found.group()}, which would end or begin a turn")
                         if not self.settings.special_tokens_in_text:
-                            raise ValueError(_special(where, found.group()))
+                            raise ValueError(special_token_error(where, found.group()))
 
 
-def parse_row(raw: RawRow) -> tuple[dict, tuple[str, ...]]:
-    """The row and its kind; raises ValueError if it is no JSON object or of no known kind."""
-    row = decode_row(raw)
-    for keys in KINDS:
-        if all(key in row for key in keys):
-            return row, keys
-    kinds = ", ".join("+".join(keys) for keys in KINDS)
-    for keys, line in CONVERSIONS.items():
-        if all(key in row for key in keys):
-            raise ValueError(f"{'+'.join(keys)} is no kind of row that is read ({kinds}); convert each with {line}")
-    raise ValueError(
-        f"the row has the keys {sorted(row)} and is of no known kind ({kinds}); convert each, as with row = "
-        '{"prompt": row["QUESTION"], "completion": row["ANSWER"]}'
-    )
+def special_token_pattern(tokenizer: Tokenizer) -> re.Pattern:
+    """Finds what a text must not hold unless it means it: special tokens of the tokenizer, role tokens, the end."""
+    ours = {token for token in (*ROLE_TOKENS, END_OF_TEXT) if tokenizer.token_id(token) is not None}
+    tokens = sorted(tokenizer.special_tokens | ours, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
 
 
-def _special(where: str, token: str) -> str:
+def special_token_error(where: str, token: str) -> str:
     return (
         f"{where} contains the special token {token}, which would become a token of its own: take it out, or give "
         "--special-tokens-in-text if it is meant"

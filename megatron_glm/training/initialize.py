@@ -11,17 +11,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_glm import launch, signals
+from megatron_glm import signals
 from megatron_glm.config import RunConfig
 from megatron_glm.model.glm import GLMChunk
 from megatron_glm.model.init import initialize_weights
 from megatron_glm.ops import backends
 from megatron_glm.parallel.fsdp import local, shard_chunk
 from megatron_glm.parallel.grid import check_layout
-from megatron_glm.parallel.groups import ParallelGroups, host_group, time_limit
+from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.pipeline.layout import PipelineLayout, build_layout
-from megatron_glm.parallel.rendezvous import meet
-from megatron_glm.training.agreement import facts_of_run, require_same
 from megatron_glm.training.checkpointing import check_checkpoints
 from megatron_glm.training.logging import log
 from megatron_glm.training.sinks import require_packages
@@ -39,11 +37,10 @@ def initialize(config: RunConfig) -> ParallelGroups:
     """Check the configuration, then start torch.distributed (torchrun, srun or one process) and make the groups.
 
     Raises:
-        ValueError: naming the flags, before any process group exists; what --load and --save hold; or what differs
-            between the ranks, on all of them.
+        ValueError: naming the flags, before any process group exists; or what --load and --save hold.
         OSError: if --save cannot be written, which would show after the weights are loaded, or at the first checkpoint.
     """
-    world_size = launch.world_size()
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     config.check(world_size)
     require_packages(config.logging)
     micro_batches = config.micro_batches(config.parallel.data_parallel_size(world_size))
@@ -58,22 +55,17 @@ def initialize(config: RunConfig) -> ParallelGroups:
     kernels = config.kernels
     backends.check(kernels.attention_backend, config.model, config.parallel.tensor_model_parallel_size)
     backends.load(kernels.attention_backend, config.dense_rows, kernels.deterministic)
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # connect at the first message: else 2 x ranks descriptors each
     if not dist.is_initialized():
-        limit = time_limit(config.parallel)
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        if world_size > 1:
+        if "RANK" in os.environ:
             log(f"meeting {world_size} ranks at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}")
-        meeting = meet(limit)
-        dist.init_process_group(
-            backend, store=meeting.store, rank=meeting.rank, world_size=meeting.world_size, timeout=limit
-        )
-        signals.share(meeting.store)
-    host = host_group(config.parallel)
-    require_same(host, facts_of_run(config))
+            dist.init_process_group(backend)
+            signals.share(dist.distributed_c10d._get_default_store())
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(config.train.seed)
     log(f"{machine(world_size)}, torch {torch.__version__}, attention by {kernels.attention_backend}")
-    return ParallelGroups.create(config.parallel, host)
+    return ParallelGroups.create(config.parallel)
 
 
 def machine(ranks: int) -> str:

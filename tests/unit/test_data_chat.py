@@ -10,6 +10,7 @@ import pytest
 from megatron_glm.data.chat import ChatTemplate
 from megatron_glm.data.keys import Notes
 from megatron_glm.data.messages import read_conversation
+from tests.rows import chat_folder, tokenise
 
 FIXTURE = Path(__file__).resolve().parents[1] / "fixtures" / "glm-4.6-chat_template.jinja"
 # newer GLM templates open the thinking in the generation prompt, and close it there when thinking is off
@@ -145,7 +146,70 @@ def test_what_the_generation_prompt_holds_is_no_target():
 def test_a_turn_unlike_its_generation_prompt_is_refused():
     template = ChatTemplate(THINK_IN_PROMPT.replace("{{ '</think>' }}", "none"), "odd")
     with pytest.raises(ValueError, match=r"messages\[1\] unlike any of its generation prompts"):
-        template.render_targets([user("a"), assistant("b")])
+        rendered(template, [user("a"), assistant("b")])
+
+
+@pytest.mark.parametrize(
+    "prompt, match",
+    [
+        ("", "with add_generation_prompt it does not append"),
+        ("<|user|>", "with add_generation_prompt it does not append"),
+        ("<|assistant|>{{ messages | length }}", "its generation prompt is '1' in one conversation and '2' in another"),
+    ],
+)
+def test_a_template_in_which_turns_cannot_be_found_is_refused(tmp_path: Path, prompt: str, match: str):
+    """Found once, when the template is loaded: it is no bad row."""
+    source = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
+    chat_folder(tmp_path, source + "{% if add_generation_prompt %}" + prompt + "{% endif %}")
+    with pytest.raises(ValueError, match=f"turns cannot be found .*chat_template.jinja: .*{match}"):
+        tokenise(tmp_path, {"messages": [user("a"), assistant("b")]}, skip_bad_rows=True)
+
+
+def test_a_chat_is_rendered_once(template: ChatTemplate, monkeypatch):
+    conversation = [user("a"), assistant("b", reasoning_content="t")] * 40
+    targets_of(template, conversation)  # what is found once a template
+    calls = []
+    monkeypatch.setattr(
+        template, "render", lambda *args, **kwargs: calls.append(1) or ChatTemplate.render(template, *args)
+    )
+    assert len(targets_of(template, conversation)) == 40 and len(calls) == 1
+
+
+PLAIN = "{% for m in messages %}{{ '<|' + m.role + '|>' + BODY }}{% endfor %}"
+PLAIN += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    "body, messages, lost",
+    [
+        (
+            "(m.content if m.role != 'system' else '')",
+            [{"role": "system", "content": "user"}],
+            r"\[0\].content: the chat",
+        ),
+        (
+            "m.content",
+            [user("a"), assistant("b", reasoning_content="a")],
+            r"\[1\].reasoning_content: the chat template",
+        ),
+        ("m.content", [user("a"), assistant("a", tool_calls=[CALL])], r"\[1\].tool_calls: the chat template"),
+        ("m.content[:9]", [user("a"), assistant("much longer")], r"render messages\[1\].content \('much longer'\)"),
+        ("(m.content | replace('x', ''))", [user("a"), user("bx"), assistant("c")], r"render messages\[1\].content"),
+    ],
+)
+def test_what_the_template_drops_is_named(body: str, messages: list[dict], lost: str):
+    with pytest.raises(ValueError, match=lost):
+        rendered(ChatTemplate(PLAIN.replace("BODY", body), "plain"), messages)
+
+
+def test_tools_that_the_template_drops_are_named():
+    with pytest.raises(ValueError, match="the chat template plain renders no tools"):
+        rendered(ChatTemplate(PLAIN.replace("BODY", "m.content"), "plain"), [user("a"), assistant("b")], TOOLS)
+
+
+def test_a_key_that_only_this_template_reads():
+    template = ChatTemplate(PLAIN.replace("BODY", "m.name|default('') + m.content"), "names")
+    assert "<|user|>Zoea" in rendered(template, [user("a") | {"name": "Zoe"}, assistant("b")])[0]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 from megatron_glm.launch import one_line_errors
 from megatron_glm.ops import backends
 from tests.finetune import finetune, keep_default_group, write_rows
+from tests.rows import chat_folder
 
 TROUBLESHOOTING = Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md"
 LAYOUT = {"pipeline_model_parallel_size": 2, "context_parallel_size": 4}
@@ -25,6 +26,14 @@ def rows(*lines: dict | str) -> None:
     Path("train.jsonl").write_text(
         "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
     )
+
+
+def chat(answer: dict, question: str = "To be?") -> None:
+    """train.jsonl, a chat whose answer has these keys, too; the tokenizer and the chat template in `hf`."""
+    Path("hf").mkdir()
+    chat_folder(Path("hf"))
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": "That"} | answer]
+    rows({"messages": messages})
 
 
 def trained(**flags) -> None:
@@ -43,6 +52,8 @@ def damaged() -> None:
     os.truncate(file, file.stat().st_size // 2)
 
 
+CHATS = {"tokenizer_model": "hf", "train_iters": 1}
+
 # name: exit code, flags besides those of tests/finetune.py, ranks, what is done before
 CASES: dict[str, tuple[int, dict, int, Callable[[], None] | None]] = {
     "no flag of this name": (2, {"seq_lenght": 24}, 1, None),
@@ -52,6 +63,10 @@ CASES: dict[str, tuple[int, dict, int, Callable[[], None] | None]] = {
     "no rows": (2, {"train_iters": 1}, 1, rows),
     "no tokenizer": (2, {"train_iters": 1}, 1, lambda: rows({"text": "To be"})),
     "a row of no kind": (2, {"train_iters": 1}, 1, lambda: rows({"input_ids": [1, 2]}, {"question": "To be?"})),
+    "a key that nothing reads": (2, CHATS, 1, lambda: chat({"train_detail": [{"train": False}]})),
+    "a fraction": (2, CHATS, 1, lambda: chat({"weight": 0.5})),
+    "a special token": (2, CHATS, 1, lambda: chat({}, question="<sop>")),
+    "what a template drops": (2, CHATS, 1, lambda: chat({"content": "So: <think>why</think>That"})),
     "ids outside the vocabulary": (2, {"train_iters": 1}, 1, lambda: rows({"input_ids": [1, 2, 64]})),
     "six ranks": (2, LAYOUT | {"train_iters": 1}, 6, None),
     "experts": (2, {"expert_model_parallel_size": 3, "train_iters": 1}, 3, None),

@@ -82,6 +82,7 @@ def test_every_kind_of_file_in_the_order_given(tmp_path: Path, tokenizer: Path):
     expected = [[4, 5, 6], [7], [1, 2], [3], [11], [10], [8, 9]]
     assert documents(tmp_path) == [ids + [299] for ids in expected]
     assert "7 documents, 18 tokens of uint16" in result.stdout
+    assert f"files not read: {folder / 'readme.rst'}" in result.stderr
     assert "B/s" in result.stderr and "tokens/s" in result.stderr
     assert outputs(tmp_path) == ["data_text_document.bin", "data_text_document.idx"]
 
@@ -115,6 +116,13 @@ def test_an_error_names_file_and_line_and_files_done_before_are_kept(tmp_path: P
     assert len(outputs(tmp_path)) == 2
 
 
+def test_an_end_token_that_is_meant_is_not_doubled(tokenizer: Path):
+    settings = preprocess_data.Settings(str(tokenizer), ("text",), append_eod=True, special_tokens_in_text=True)
+    texts = [f"w1 {END_OF_TEXT}", "w2", f"w3 {END_OF_TEXT} w4"]
+    [(ids, lengths)] = preprocess_data.Encoder(settings).encode([("", {"text": text}) for text in texts])
+    assert np.frombuffer(ids, np.uint16).tolist() == [1, 299, 2, 299, 3, 299, 4, 299] and lengths == [2, 2, 4]
+
+
 @pytest.mark.parametrize(
     "row, message",
     [
@@ -123,7 +131,8 @@ def test_an_error_names_file_and_line_and_files_done_before_are_kept(tmp_path: P
         (b'{"text": "\\ud800"}', "the text is not valid Unicode"),
         (b"[1]", "the line must be a JSON object"),
         (b"\xff", "'utf-8' codec can't decode byte 0xff"),
-        ({"text": None}, "the row has None under 'text'"),
+        ({"text": None}, "the row has no 'text', only"),
+        ({"text": f"w1 {END_OF_TEXT}"}, r"text contains the special token <\|endoftext\|>"),
     ],
 )
 def test_a_bad_row_is_named(tokenizer: Path, row: bytes | dict, message: str):
