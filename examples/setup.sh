@@ -28,7 +28,7 @@ hardware() {
   local found=cpu capability driver
   while IFS=', ' read -r capability driver; do
     found=gpu
-    if [ "$capability" = 9.0 ] && [ "${driver%%.*}" -ge 580 ] && [ "$(uname -m)" = x86_64 ]; then
+    if [[ "$capability $driver $(uname -m)" =~ ^9\.0\ ([0-9]+).*\ x86_64$ ]] && [ "${BASH_REMATCH[1]}" -ge 580 ]; then
       found=hopper && break
     fi
   done < <(nvidia-smi --query-gpu=compute_cap,driver_version --format=csv,noheader 2>/dev/null | grep '^[0-9]')
@@ -74,7 +74,11 @@ set_up() {
   kind=$(hardware)
   [ "$environment" != "$PWD/.venv" ] || own=yes
   [ "$(cat "$stamp" 2>/dev/null)" != unfinished ] || unfinished=yes
-  echo "setting up $environment ($([ "$kind" = cpu ] && echo "a minute or two" || echo "several GB")) ..." >&2
+  case $kind in
+    cpu) echo "setting up $environment (a minute or two) ..." >&2 ;;
+    gpu) echo "setting up $environment for a GPU that the kernels do not serve (see tools/doctor.py) ..." >&2 ;;
+    hopper) echo "setting up $environment with the kernels for Hopper GPUs (several GB) ..." >&2 ;;
+  esac
   if [ -n "$own" ] && { [ -n "$unfinished" ] || ! "$python" -c '' 2>/dev/null; }; then
     make_environment
   elif [ -n "$unfinished" ]; then

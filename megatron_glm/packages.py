@@ -35,6 +35,14 @@ SHARED = {
     "cutlass": "nvidia-cutlass-dsl[cu13]==4.8.1",
 }
 
+# TileLang and DeepGEMM compile kernels at run time. All four of one CUDA release: pip would mix 13.0 and 13.5.
+COMPILER = (
+    "nvidia-cuda-nvcc==13.0.88",
+    "nvidia-cuda-crt==13.0.88",
+    "nvidia-nvvm==13.0.88",
+    "nvidia-cuda-cccl==13.0.85",
+)
+
 
 class GpuSet(NamedTuple):
     torch: str
@@ -44,7 +52,7 @@ class GpuSet(NamedTuple):
 
     @property
     def requirements(self) -> list[str]:
-        return [f"torch=={self.torch}", *self.packages.values()]
+        return [f"torch=={self.torch}", *self.packages.values(), *COMPILER]
 
     @property
     def install(self) -> str:
@@ -95,18 +103,28 @@ def gpu_set(version: str, cuda: str | None) -> GpuSet:
     Raises:
         ValueError: none is; names the torch, those of the table, and what to install.
     """
-    release = version.split("+")[0]
-    build = f"built for CUDA {cuda}" if cuda else "built without CUDA"
-    known = next((entry for entry in SETS if entry.torch == release), None)
-    if known is not None and cuda is not None and cuda.split(".")[0] == CUDA:
-        return known
-    choices = " or ".join(f"{entry.install} (torch {entry.torch})" for entry in ((known,) if known else SETS))
-    first = "pip uninstall -y torch, then " if known else ""  # pip would take the other build for the right one
-    tested = " and ".join(entry.torch for entry in SETS)
-    raise ValueError(
-        f"torch {version}, {build}, is not one that the GPU packages were tested with (torch {tested}, built for CUDA "
-        f"{CUDA}): {first}{choices}"
-    )
+    if fix := refusal(version, cuda):
+        build = f"built for CUDA {cuda}" if cuda else "built without CUDA"
+        tested = " and ".join(entry.torch for entry in SETS)
+        raise ValueError(
+            f"torch {version}, {build}, is not one that the GPU packages were tested with (torch {tested}, built for "
+            f"CUDA {CUDA}): {fix} brings one with its packages"
+        )
+    return next(entry for entry in SETS if entry.torch == release(version))
+
+
+def refusal(version: str, cuda: str | None) -> str | None:
+    """None where the table knows this torch, else the command that brings one."""
+    known = next((entry for entry in SETS if entry.torch == release(version)), None)
+    if known is None:
+        return FRESH.install
+    if cuda is None or cuda.split(".")[0] != CUDA:
+        return f"pip uninstall -y torch && {known.install}"  # pip would take the other build for the right one
+    return None
+
+
+def release(version: str) -> str:
+    return version.split("+")[0]
 
 
 def name_of(requirement: str) -> str:
@@ -144,7 +162,13 @@ def differing(chosen: GpuSet) -> list[str]:
 def suited() -> GpuSet:
     """The set for the torch that is installed; the first one where none is."""
     torch = installed_torch()
-    return next((entry for entry in SETS if torch and entry.torch == torch[0].split("+")[0]), FRESH)
+    return next((entry for entry in SETS if torch and entry.torch == release(torch[0])), FRESH)
+
+
+def repair() -> str:
+    """The command that brings the set for the installed torch."""
+    others = rivals(suited())
+    return (f"pip uninstall -y {' '.join(others)} && " if others else "") + suited().install
 
 
 def unsuitable() -> str | None:

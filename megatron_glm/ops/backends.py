@@ -101,9 +101,6 @@ def _choices(dense_rows: str) -> str:
 
 def _repair() -> str:
     """What differs from the set that was tested with this torch, and the command that installs it."""
-    chosen = packages.suited()
-    others = packages.rivals(chosen)
-    uninstall = f"pip uninstall -y {' '.join(others)} && " if others else ""
-    if differing := packages.differing(chosen):
-        return f"with torch {torch.__version__}, {', '.join(differing)}: {uninstall}{chosen.install}"
+    if differing := packages.differing(packages.suited()):
+        return f"with torch {torch.__version__}, {', '.join(differing)}: {packages.repair()}"
     return "the packages are those tested with this torch; `python tools/doctor.py` shows what else is missing"

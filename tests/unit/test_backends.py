@@ -77,7 +77,7 @@ def test_a_torch_outside_the_table_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch, "__version__", "2.15.0+cu130")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.raises(ValueError, match=r"torch 2.15.0\+cu130.*pip install -e '.\[gpu\]' \(torch 2.11.0\)"):
+    with pytest.raises(ValueError, match=r"torch 2.15.0\+cu130.*pip install -e '.\[gpu\]'"):
         backends.load("tilelang")
     monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
     assert backends.lacking("tilelang") == []
