@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from .packing import PackedBatch, Piece, build_batch
+
+T = TypeVar("T")
+
+
+def one_ahead(items: Iterator[T]) -> Iterator[T]:
+    """The same items, each made in a thread while the one before it is used; an error comes where its item would.
+
+    Reading the packs of a step takes hundreds of page reads in a row, which a step of the model hides. Close the
+    iterator to end the thread early.
+    """
+    end = object()
+    with ThreadPoolExecutor(1, "packs") as thread:
+        following = thread.submit(next, items, end)
+        while (item := following.result()) is not end:
+            following = thread.submit(next, items, end)
+            yield item
 
 
 class Packs(Protocol):
@@ -61,9 +78,8 @@ class MicroBatches:
         """One pass over the first epoch, at most `max_batches` of it; empty packs fill up the last global batch."""
         packs = self.dataset.packs_per_epoch
         starts = range(0, packs, global_batch_size)[:max_batches]
-        for start in starts:
-            indices = [i if i < packs else None for i in range(start, start + global_batch_size)]
-            yield self._build(indices, micro_batch_size, dp_rank, dp_size)
+        steps = ([i if i < packs else None for i in range(start, start + global_batch_size)] for start in starts)
+        return one_ahead(self._build(indices, micro_batch_size, dp_rank, dp_size) for indices in steps)
 
     def _build(
         self, indices: Sequence[int | None], micro_batch_size: int, dp_rank: int, dp_size: int

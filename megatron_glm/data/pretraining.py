@@ -171,12 +171,12 @@ class PrefixSamples:
         return self._cache.with_name(f"{base}-documents.npy"), self._cache.with_name(f"{base}-samples.npy")
 
     def _open(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        if epoch not in self._epochs:
+        if (opened := self._epochs.get(epoch)) is None:
             shapes = (self.end - self.begin,), (self.packs_per_epoch, 3)
-            order, samples = map(open_array, self._paths(epoch), shapes, (self._order_dtype, np.int64))
+            opened = tuple(map(open_array, self._paths(epoch), shapes, (self._order_dtype, np.int64)))
             # a step may straddle two epochs
-            self._epochs = dict([*self._epochs.items()][-2:]) | {epoch: (order, samples)}
-        return self._epochs[epoch]
+            self._epochs = dict([*self._epochs.items()][-2:]) | {epoch: opened}
+        return opened
 
 
 class Blend:

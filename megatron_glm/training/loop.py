@@ -6,14 +6,14 @@ import gc
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
 
 from megatron_glm import signals
 from megatron_glm.config import RunConfig, TrainConfig
-from megatron_glm.data.loader import MicroBatches
+from megatron_glm.data.loader import MicroBatches, one_ahead
 from megatron_glm.data.packing import PackedBatch
 from megatron_glm.model.glm import GLMChunk
 from megatron_glm.parallel.groups import ParallelGroups
@@ -58,11 +58,12 @@ def train(
         IterationLog(config.logging, first, train_iters, open_sinks(config, progress, groups)) as iteration_log,
         Profiler(config.logging) as profiler,
         garbage_collection(config.train),
+        closing(one_ahead(training_steps(config, data, groups, progress, train_iters))) as steps,
     ):
         while progress.iteration < train_iters:
             profiler.at(progress.iteration)
             start = time.perf_counter()
-            batches = data.batch(progress.consumed_samples, *batch_shape(config, groups, progress.consumed_samples))
+            batches = next(steps)
             counts = count(batches, groups, config, requests(config, saver, groups, progress.iteration > first))
             if counts.requests.save_failed:
                 saver.wait()
@@ -78,9 +79,9 @@ def train(
             iteration, left = progress.iteration, None
             last = iteration == train_iters or divides(config.train.exit_interval, iteration)
             if validation is not None and (iteration == train_iters or divides(config.train.eval_interval, iteration)):
-                steps = validation.evaluation(*batch_shape(config, groups), config.train.eval_iters)
+                passed = validation.evaluation(*batch_shape(config, groups), config.train.eval_iters)
                 try:
-                    record["valid_lm_loss"], tokens = evaluate(chunks, steps, groups, config)
+                    record["valid_lm_loss"], tokens = evaluate(chunks, passed, groups, config)
                     loss = record["valid_lm_loss"]
                     log(f" validation at iteration {iteration} | lm loss: {loss:.6E} | tokens: {tokens}")
                 except LeftOnSignal as caught:
@@ -191,6 +192,17 @@ def collect_garbage(train: TrainConfig, iteration: int) -> None:
     """After an iteration, if --manual-gc wants it."""
     if train.manual_gc and divides(train.manual_gc_interval or None, iteration):
         gc.collect()
+
+
+def training_steps(
+    config: RunConfig, data: MicroBatches, groups: ParallelGroups, start: Progress, train_iters: int
+) -> Iterator[list[PackedBatch]]:
+    """This rank's micro-batches of each step after `start`."""
+    consumed_samples = start.consumed_samples
+    for _ in range(start.iteration, train_iters):
+        shape = batch_shape(config, groups, consumed_samples)
+        yield data.batch(consumed_samples, *shape)
+        consumed_samples += shape[0]
 
 
 def batch_shape(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from megatron_glm.data.finetuning import Documents, PackedDataset
-from megatron_glm.data.loader import MicroBatches
+from megatron_glm.data.loader import MicroBatches, one_ahead
 from megatron_glm.data.packing import PackedBatch, best_fit, build_batch, cut
 
 
@@ -232,3 +233,33 @@ def test_documents_without_loss_are_dropped_and_counted():
 def test_bad_options(options: dict, match: str):
     with pytest.raises(ValueError, match=match):
         PackedDataset(random_documents(), **{"seq_length": 8, **options})
+
+
+def test_the_next_step_is_built_meanwhile_and_no_further():
+    """In a thread of its own, in order; an error comes in the main thread, where the item would."""
+    made, threads, waiting = [], set(), threading.Event()
+
+    def items():
+        for i in range(4):
+            threads.add(threading.current_thread())
+            made.append(i)
+            if i == 1:
+                waiting.set()
+            if i == 3:
+                raise ValueError("row 3 is bad")
+            yield i
+
+    steps = one_ahead(items())
+    assert next(steps) == 0 and waiting.wait(10) and made == [0, 1]
+    assert [next(steps), next(steps)] == [1, 2]
+    with pytest.raises(ValueError, match="row 3 is bad"):
+        next(steps)
+    assert threading.main_thread() not in threads and not any(thread.is_alive() for thread in threads)
+
+
+def test_leaving_early_ends_the_thread():
+    steps = one_ahead(iter(range(10**9)))
+    assert [next(steps), next(steps)] == [0, 1]
+    before = threading.active_count()
+    steps.close()
+    assert threading.active_count() == before - 1

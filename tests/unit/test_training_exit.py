@@ -38,15 +38,15 @@ def before_step(monkeypatch):
     """before_step(n, action): runs action() at the start of the run's n-th step."""
 
     def install(number: int, action) -> None:
-        batch_shape, done = loop.batch_shape, []
+        requests, done = loop.requests, []
 
         def first_act(*args):
             done.append(1)
             if len(done) == number:
                 action()
-            return batch_shape(*args)
+            return requests(*args)
 
-        monkeypatch.setattr(loop, "batch_shape", first_act)
+        monkeypatch.setattr(loop, "requests", first_act)
 
     return install
 
