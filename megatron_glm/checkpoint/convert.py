@@ -16,10 +16,10 @@ from ..config import iterations
 from ..config.hf_keys import EXPERT_ALIASES
 from ..config.model import ModelConfig
 from ..config.quantization import EXPORT_BLOCK
-from ..config.source import read_json, require_content, require_folder
+from ..config.source import read_json
 from . import hf, sharded
 from .chunks import Chunk, Piece, cut, describe
-from .files import copy_side_files, side_files, write_durably
+from .files import check_side_files, copy_side_files, write_durably
 from .fp8 import SCALE_SUFFIX, quantize, scale_shape
 from .output import OutputFile, Run, identity, produce
 from .safetensors_io import INDEX_NAME, Outgoing, read_header, write_safetensors
@@ -110,8 +110,8 @@ class Export:
 
     def __init__(self, folder: Path, max_shard_bytes: int = 5 * 10**9, fp8: bool = False) -> None:
         self.folder, self.max_shard_bytes, self.fp8 = folder, max_shard_bytes, fp8
-        _require_checkpoint(folder)
         self.reader = sharded.Reader(folder)
+        check_side_files(folder / "hf")
         self.config = ModelConfig.from_hf(folder / "config.json")
         self.shapes = hf.parameter_shapes(self.config)
         came = folder / "hf" / "config.json"
@@ -203,17 +203,6 @@ class Export:
             return
         for offsets, sizes in cut(tensor.shape, self.reader.shapes[tensor.name][1].itemsize):
             yield self.reader.tensor(tensor.name, offsets, sizes, tensor.dtype)
-
-
-def _require_checkpoint(folder: Path) -> None:
-    """Refuses what is no checkpoint, and one whose tokenizer and other files are not whole."""
-    require_folder(folder)
-    if not iterations.is_complete(folder) and (folder / "config.json").is_file():
-        raise ValueError(
-            f"{folder} is a Hugging Face folder, not a checkpoint: --from-hf {folder} --save DIR makes one"
-        )
-    for file in side_files(folder / "hf"):
-        require_content(folder / "hf" / file)
 
 
 def _whole_blocks(pieces: Iterator[torch.Tensor], rows: int) -> Iterator[torch.Tensor]:

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..config.source import require_content
+
 UNFINISHED = ".tmp"  # the ending of a folder or file that is not yet, or no longer, whole
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 
@@ -136,6 +138,12 @@ def visible_files(folder: Path) -> list[Path]:
 def side_files(folder: Path) -> list[Path]:
     """The files of a Hugging Face folder that hold no weights, relative to it."""
     return [path for path in visible_files(folder) if not path.name.endswith(WEIGHT_SUFFIXES)]
+
+
+def check_side_files(folder: Path) -> None:
+    """Raises ValueError naming a file of `side_files` that is a link to nothing or a Git LFS pointer."""
+    for path in side_files(folder):
+        require_content(folder / path)
 
 
 def copy_side_files(source: Path, target: Path) -> None:

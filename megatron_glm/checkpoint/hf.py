@@ -146,8 +146,9 @@ class HFCheckpoint:
     def __init__(self, folder: Path, headers_only: bool = False) -> None:
         check_folder(folder)
         self.folder = folder
-        config = ModelConfig.from_hf(folder)
-        self.block = weight_block(without_null(read_json(folder / "config.json")), folder / "config.json")
+        config_file = folder / "config.json"
+        config = ModelConfig.from_hf(config_file)
+        self.block = weight_block(without_null(read_json(config_file)), config_file)
         self.source = SafetensorsFolder(folder, headers_only)
         self.config = self._drop_absent_mtp(config)
         self.shapes = parameter_shapes(self.config)

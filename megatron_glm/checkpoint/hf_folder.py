@@ -31,12 +31,15 @@ FORMATS = (
 
 
 def check_folder(folder: Path) -> None:
-    """Refuses a folder that is no Hugging Face model, or holds files that are not whole.
+    """Refuses a folder that is no Hugging Face model, or holds a file that is not whole.
 
     Raises: ValueError naming the file: a link to nothing or a Git LFS pointer, whichever file it stands for; adapters
     instead of weights, or beside them; the config of a quantisation that is not read.
     """
     require_folder(folder)
+    config = folder / "config.json"
+    if not config.exists() and not config.is_symlink():
+        raise ValueError(f"{folder} holds no config.json{describe(folder)}")
     for file in visible_files(folder):
         require_content(folder / file)
     for name in ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"):

@@ -28,6 +28,8 @@ from . import (
     sort_flags,
 )
 from .iterations import iteration_folder, start
+from .model import SHAPE_FIELDS
+from .source import require_model
 
 DataSection = type[DataConfig] | type[PretrainDataConfig]
 
@@ -236,12 +238,14 @@ def resolve(flags: argparse.Namespace, data: DataSection = DataConfig) -> RunCon
     load, source = sections["checkpoint"].load, given.get("hf_config")
     checkpoint = None if load is None else iteration_folder(*start(load, sections["checkpoint"].ckpt_step))
     weights = sections["checkpoint"].load_hf
-    if weights is not None and not (Path(weights) / "config.json").is_file():
-        raise ValueError(f"--load-hf {weights}: the folder holds no model (config.json is missing)")
+    if weights is not None:
+        require_model(weights)
     if source is None and checkpoint is None and weights is None:
         raise ValueError(NO_SHAPE)
     overrides = _overrides(flags)
     for flag, folder in (("--load", checkpoint), ("--load-hf", weights)):
+        if folder is not None:
+            _require_shape_of_weights(flag, Path(folder), overrides)
         if source is not None and folder is not None:
             _require_same_model(source, flag, Path(folder), overrides)
     model = ModelConfig.from_hf(source or weights or checkpoint, **overrides)
@@ -264,6 +268,17 @@ def shape_of(flags: argparse.Namespace) -> ModelConfig:
 def _overrides(flags: argparse.Namespace) -> dict[str, Any]:
     """Fields of the model that have flags of their own, by name."""
     return {field.name: getattr(flags, field.name) for field in dataclasses.fields(ModelConfig) if field.name in flags}
+
+
+def _require_shape_of_weights(flag: str, folder: Path, overrides: dict[str, Any]) -> None:
+    """Refuses a flag that gives the model another shape than the weights have which it is to start from."""
+    changed = [name for name in SHAPE_FIELDS if name in overrides]
+    stored = ModelConfig.from_hf(folder) if changed else None
+    for name in changed:
+        if (theirs := getattr(stored, name)) != overrides[name]:
+            given = f"{MEGATRON_NAMES.get(name, flag_name(name))} {overrides[name]}"
+            what = f"{theirs}-layer checkpoint" if name == "num_hidden_layers" else f"checkpoint of {name} {theirs}"
+            raise ValueError(f"{given} with a {what} ({flag} {folder}): leave the flag out")
 
 
 def _require_same_model(source: str, flag: str, checkpoint: Path, overrides: dict[str, Any]) -> None:

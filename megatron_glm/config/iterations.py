@@ -14,6 +14,8 @@ import re
 import sys
 from pathlib import Path
 
+from .source import describe
+
 LATEST_NAME = "latest_checkpointed_iteration.txt"
 ITERATIONS = "iter_" + "[0-9]" * 7
 INDEX_NAMES = (".metadata",)
@@ -101,11 +103,18 @@ def start(load: str | Path, ckpt_step: int | None = None) -> tuple[Path, int]:
         remedy = f": choose one with --ckpt-step, for example {there[-1]}" if (there := saved(folder)) else ""
         raise ValueError(f"--load {load}: {fault}{remedy}")
     if (iteration := latest(folder)) is None:
-        raise ValueError(
-            f"--load {load}: the folder holds no checkpoint ({LATEST_NAME} is missing); tools/convert_hf.py makes one "
-            "of a Hugging Face folder"
-        )
+        raise ValueError(f"--load {load}: the folder holds no checkpoint ({LATEST_NAME} is missing){_instead(folder)}")
     return folder, iteration
+
+
+def _instead(folder: Path) -> str:
+    """What a folder without checkpoints is, or how to make one, as the end of a message."""
+    if (folder / "config.json").exists():
+        return "; it is a Hugging Face folder: --load-hf trains from it, tools/convert_hf.py --from-hf converts it"
+    what = describe(folder)
+    if not what or (not folder.exists() and "glm" not in str(folder).lower()):  # run/base is seldom a name of the hub
+        return "; tools/convert_hf.py makes one of a Hugging Face folder"
+    return what
 
 
 def _single(given: Path, folder: Path, ckpt_step: int | None) -> tuple[Path, int]:

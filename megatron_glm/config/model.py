@@ -17,6 +17,11 @@ from .quantization import weight_block
 from .source import locate, read_json, without_null
 
 DTYPES = ("bfloat16", "float16", "float32")
+SHAPE_FIELDS = """
+    vocab_size hidden_size intermediate_size moe_intermediate_size num_hidden_layers num_attention_heads q_lora_rank
+    kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim index_n_heads index_head_dim n_routed_experts
+    n_shared_experts
+""".split()  # of ModelConfig: weights that were made for one value fit no other
 MOST_LAYERS = 10_000  # of a kind; far above any model, and lists of this length take no time
 
 

@@ -11,8 +11,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from . import iterations
-
 PRESET_FOLDER = Path(__file__).parents[1] / "presets"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 # owner/name, also as an address; pathlib makes one slash of two
@@ -43,41 +41,49 @@ def locate(source: str | Path) -> Path:
     if (found := preset(str(source))) is not None:
         return found
     presets = ", ".join(sorted(p.stem for p in PRESET_FOLDER.glob("*.json")))
-    raise ValueError(
-        f"{source}: neither a folder, a config file nor a preset (presets: {presets}){download_hint(source)}"
-    )
+    raise ValueError(f"{source}: neither a folder, a config file nor a preset (presets: {presets}){describe(source)}")
 
 
-def describe(folder: Path) -> str:
-    """What a folder is that lacks a model's files, as the end of a message; empty if nothing is known of it."""
-    if iterations.any_saved(folder):
-        return f"; it is a checkpoint: --load {folder} reads it"
-    if (snapshots := sorted(folder.glob("snapshots/*/config.json"))) != []:
+def require_model(folder: str | Path) -> None:
+    """Raises ValueError unless --load-hf names a folder with a config.json; what it says may still be refused."""
+    path = Path(folder) / "config.json"
+    if not path.exists() and not path.is_symlink():
+        raise ValueError(f"--load-hf {folder}: the folder holds no model (config.json is missing){describe(folder)}")
+    require_content(path)
+
+
+def require_folder(folder: Path) -> None:
+    """Raises ValueError unless `folder` is one."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} {'is no folder' if folder.exists() else 'does not exist'}{describe(folder)}")
+
+
+def describe(source: str | Path) -> str:
+    """What a path is that lacks a model's files, as the end of a message; empty if nothing is known of it."""
+    path = Path(source)
+    if path.is_symlink() and not path.exists():
+        return f"; it is a link to {path.readlink()}, which does not exist"
+    if not path.exists():
+        return download_hint(source)
+    if path.is_file():
+        return f"; it is a file: give its folder, {path.parent}"
+    if any(any(path.glob(name)) for name in ("latest_checkpointed_iteration.txt", "iter_*", ".metadata")):
+        return f"; it is a checkpoint: --load {path} reads it"
+    if snapshots := sorted(path.glob("snapshots/*/config.json")):
         return f"; it is a download cache, and the model is in {snapshots[-1].parent}"
-    if len(inside := sorted(folder.glob("*/config.json"))) == 1:
+    if len(inside := sorted(path.glob("*/config.json"))) == 1:
         return f"; there is one in {inside[0].parent}"
     return ""
 
 
 def download_hint(source: str | Path) -> str:
-    """`; …: hf download …` where a path that does not exist looks like a model of the Hugging Face hub."""
+    """`; if it is …: hf download …` where a path that does not exist may be the name of a model of the hub."""
     match = HUB_ADDRESS.fullmatch(str(source))
-    if match is None or str(source).startswith("."):
+    if match is None or str(source).startswith(".") or Path(source).parent.is_dir():
         return ""
     name = match[1]
     command = f"hf download {name} --local-dir hf/{name.split('/')[1]}"
-    return f"; a model of the Hugging Face hub is downloaded first: {command}"
-
-
-def require_folder(folder: Path, flag: str = "") -> None:
-    """Raises ValueError unless `folder` is one; `flag`, with a blank behind it, begins the message."""
-    if folder.is_dir():
-        return
-    if folder.is_symlink() and not folder.exists():
-        raise ValueError(f"{flag}{folder} is a link to {folder.readlink()}, which does not exist")
-    if folder.exists():
-        raise ValueError(f"{flag}{folder} is a file: give the folder that holds it, {folder.parent}")
-    raise ValueError(f"{flag}{folder} does not exist{download_hint(folder)}")
+    return f"; if it is a model of the Hugging Face hub, download it first: {command}"
 
 
 def require_content(path: Path) -> Path:

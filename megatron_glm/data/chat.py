@@ -14,6 +14,8 @@ import jinja2.meta
 import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from megatron_glm.config.source import require_content
+
 ASSISTANT = "<|assistant|>"
 ROLE_TOKENS = ("<|system|>", "<|user|>", ASSISTANT, "<|observation|>")
 THINK_TAGS = re.compile("(</?think>)")
@@ -82,6 +84,9 @@ class ChatTemplate:
     def load(cls, folder: str | Path) -> ChatTemplate:
         """From `chat_template.jinja`, else from the string in `tokenizer_config.json`, of the tokenizer's folder."""
         file, config = Path(folder) / "chat_template.jinja", Path(folder) / "tokenizer_config.json"
+        for path in (file, config):
+            if path.exists() or path.is_symlink():
+                require_content(path)
         try:
             if file.is_file():
                 return cls(file.read_text(encoding="utf-8"), str(file))

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from megatron_glm.checkpoint import sharded
-from megatron_glm.checkpoint.files import write_durably
+from megatron_glm.checkpoint.files import check_side_files, write_durably
 from megatron_glm.checkpoint.hf import HFCheckpoint
 from megatron_glm.config import PretrainDataConfig, RunConfig, flag_name, iterations
 from megatron_glm.data.loader import MicroBatches
@@ -235,9 +235,8 @@ def load_checkpoint(
         ValueError: if the checkpoint is of another model, or resuming it would deal other data.
     """
     if (source := config.checkpoint.load_hf) is not None:
-        wanted = config.model.num_nextn_predict_layers
         log(f"loading {source}")
-        sharded.together(groups.checkpoint, lambda: load_hf(Path(source), model_rectangles(chunks), wanted))
+        sharded.together(groups.checkpoint, lambda: open_hf(config).fill(model_rectangles(chunks)))
         log(f"loaded {source} (weights only)")
     if config.checkpoint.load is None:
         return Progress()
@@ -294,17 +293,29 @@ def run_state(folder: Path, iteration: int) -> dict[str, Any]:
     return state
 
 
-def load_hf(folder: Path, rectangles: list[Rectangle], mtp_layers: int) -> None:
-    """Fill this rank's part of the model from a Hugging Face folder, reading no more than that.
+def check_hf_files(config: RunConfig) -> None:
+    """What can be known of the Hugging Face files of a run before data and model take their time.
 
-    Raises: ValueError if the folder is damaged or of another model.
+    Raises: ValueError naming the file: of --load-hf as `open_hf`; of the tokenizer and other files that checkpoints
+        carry along, one that is not whole.
     """
-    checkpoint = HFCheckpoint(folder)
-    if (stored := checkpoint.config.num_nextn_predict_layers) < mtp_layers:
+    if config.checkpoint.load_hf is not None:
+        open_hf(config)
+    elif config.hf_folder is not None:
+        check_side_files(Path(config.hf_folder))
+
+
+def open_hf(config: RunConfig) -> HFCheckpoint:
+    """The folder of --load-hf, checked from its names and headers.
+
+    Raises: ValueError if it is damaged or lacks the MTP layers of this run.
+    """
+    checkpoint, wanted = HFCheckpoint(Path(config.checkpoint.load_hf)), config.model.num_nextn_predict_layers
+    if (stored := checkpoint.config.num_nextn_predict_layers) < wanted:
         raise ValueError(
-            f"{folder} holds {stored} MTP layers, the model has {mtp_layers}: give --mtp-num-layers {stored}"
+            f"{checkpoint.folder} holds {stored} MTP layers, the model has {wanted}: give --mtp-num-layers {stored}"
         )
-    checkpoint.fill(rectangles)
+    return checkpoint
 
 
 def data_order(config: RunConfig, data: MicroBatches) -> dict[str, Any]:

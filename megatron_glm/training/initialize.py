@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_glm import signals
+from megatron_glm.checkpoint import sharded
 from megatron_glm.config import RunConfig
 from megatron_glm.model.glm import GLMChunk
 from megatron_glm.model.init import initialize_weights
@@ -20,7 +21,7 @@ from megatron_glm.parallel.fsdp import local, shard_chunk
 from megatron_glm.parallel.grid import check_layout
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.pipeline.layout import PipelineLayout, build_layout
-from megatron_glm.training.checkpointing import check_checkpoints
+from megatron_glm.training.checkpointing import check_checkpoints, check_hf_files
 from megatron_glm.training.logging import log
 from megatron_glm.training.sinks import require_packages
 
@@ -65,7 +66,9 @@ def initialize(config: RunConfig) -> ParallelGroups:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(config.train.seed)
     log(f"{machine(world_size)}, torch {torch.__version__}, attention by {kernels.attention_backend}")
-    return ParallelGroups.create(config.parallel)
+    groups = ParallelGroups.create(config.parallel)
+    sharded.together(groups.checkpoint, lambda: None, lambda _: check_hf_files(config))
+    return groups
 
 
 def machine(ranks: int) -> str:

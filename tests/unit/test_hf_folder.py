@@ -12,8 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_glm.checkpoint import convert, hf
+from megatron_glm.checkpoint import convert, files, hf, report, sharded
 from megatron_glm.checkpoint.output import Run
+from megatron_glm.config import iterations, source
+from megatron_glm.config.flags import parse
+from megatron_glm.config.model import ModelConfig
+from megatron_glm.data.chat import ChatTemplate
+from megatron_glm.data.tokenizer import Tokenizer
+from megatron_glm.parallel.shard import Rectangle
 from tests import hf_folder
 
 INDEX = "model.safetensors.index.json"
@@ -236,3 +242,132 @@ def test_weights_outside_the_index_are_read(folder: Path):
     assert (folder.parent / "back" / "config.json").read_bytes() == (folder / "config.json").read_bytes()
     one_file(folder)
     assert hf.HFCheckpoint(folder).config.num_nextn_predict_layers == 1
+
+
+def test_nothing_is_written_where_a_file_is_not_whole(folder: Path):
+    """Before this was asked, a link to nothing was left out of the checkpoint without a word."""
+    dangling("tokenizer.json")(folder)
+    with pytest.raises(ValueError, match="tokenizer.json is a link to"):
+        convert.Import(hf.HFCheckpoint(folder), folder.parent / "ckpt")
+    assert not (folder.parent / "ckpt").exists()
+
+
+def test_a_linked_folder_is_followed_once(folder: Path):
+    (folder / "additional").rename(folder.parent / "elsewhere")
+    (folder / "additional").symlink_to(folder.parent / "elsewhere")
+    (folder.parent / "elsewhere" / "loop").symlink_to(folder)
+    assert Path("additional/other.jinja") in files.side_files(folder)
+    convert.Import(hf.HFCheckpoint(folder), folder.parent / "ckpt").write(Run())
+    copied = folder.parent / "ckpt" / "iter_0000000" / "hf" / "additional" / "other.jinja"
+    assert copied.read_bytes() == hf_folder.SIDE_FILES["additional/other.jinja"]
+
+
+def test_a_folder_of_its_own_inside_is_another_model(folder: Path, original: Path):
+    """An intermediate checkpoint that a trainer left beside the final model."""
+    shutil.copytree(original, folder / "checkpoint-500")
+    hf.HFCheckpoint(folder)
+
+
+CHANGES = {
+    "MTP": dict(num_nextn_predict_layers=0),
+    "forward": dict(rope_theta=5e5, index_topk=7, rms_norm_eps=1e-4, norm_topk_prob=False),
+    "layers": dict(num_hidden_layers=3, num_nextn_predict_layers=0),
+    "heads": dict(num_attention_heads=2, n_routed_experts=4),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_an_exported_config_says_what_is_exported(case: str, folder: Path):
+    """Flags of a run change the model after its config.json was copied; everything else stays as it came."""
+    old = ("layer_types", ["indexed_attention"] * 6), ("index_topk_freq", 2), ("rope_theta", 8e6), ("num_experts", 8)
+    set_config(folder, pad_token_id=None, qk_head_dim=40, index_topk_pattern=None, **dict(old))
+    before = ModelConfig.from_hf(folder)
+    after = ModelConfig.from_hf(folder, **CHANGES[case])
+    ones = [
+        Rectangle(name, shape, (0,) * len(shape), torch.ones(shape, dtype=dtype), owner=True)
+        for name, (shape, dtype) in hf.parameter_shapes(after).items()
+    ]
+    sharded.save(folder.parent / "ckpt", 1, ones, {}, after, folder, None)
+    for target, fp8 in (("back", False), ("fp8", True)):
+        convert.Export(folder.parent / "ckpt" / "iter_0000001", fp8=fp8).write(folder.parent / target, Run())
+        assert hf.HFCheckpoint(folder.parent / target).config == after != before
+    exported = json.loads((folder.parent / "back" / "config.json").read_text())
+    assert exported["head_dim"] == 7 and exported["pad_token_id"] is None
+
+
+def test_a_path_of_another_kind_is_told(folder: Path, tmp_path: Path):
+    convert.Import(hf.HFCheckpoint(folder), tmp_path / "ckpt").write(Run())
+    one = tmp_path / "ckpt" / "iter_0000000"
+    cache = tmp_path / "models--zai-org--GLM-5.2" / "snapshots" / "ba97"
+    shutil.copytree(folder, cache)
+    checkpoint, file = "it is a checkpoint: --load", "it is a file: give its folder"
+    command = "hf download zai-org/GLM-5.2 --local-dir hf/GLM-5.2"
+    for path, words in {
+        tmp_path / "ckpt": checkpoint,
+        folder / "config.json": file,
+        folder / SHARDS[0]: file,
+        cache.parents[1]: f"it is a download cache, and the model is in {cache}",
+        tmp_path: "holds no config.json; there is one in .*hf",
+        Path("zai-org/GLM-5.2"): command,
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            hf.HFCheckpoint(path)
+    with pytest.raises(ValueError, match=f"holds neither {INDEX} nor model.safetensors; {checkpoint}"):
+        hf.HFCheckpoint(one)
+    for path, words in {
+        folder: "it is a Hugging Face folder: --load-hf trains from it",
+        folder / SHARDS[0]: file,
+        Path("zai-org/GLM-5.2"): command,
+        tmp_path / "nothing": "tools/convert_hf.py makes one of a Hugging Face folder",
+    }.items():
+        with pytest.raises(ValueError, match=f"--load {path}: the folder holds no checkpoint .*{words}"):
+            iterations.start(path)
+    for path, words in {
+        tmp_path / "ckpt": checkpoint,
+        folder / "config.json": file,
+        "zai-org/GLM-5.2": command,
+    }.items():
+        with pytest.raises(ValueError, match=f"--load-hf {path}: the folder holds no model .*{words}"):
+            source.require_model(path)
+
+
+def test_inspect_reads_either_kind_and_names_neither(folder: Path, tmp_path: Path):
+    shown: list[str] = []
+    report.inspect(folder, False, shown.append)
+    assert any("Hugging Face folder: " in line for line in shown)
+    with pytest.raises(ValueError, match="nowhere does not exist"):
+        report.inspect(tmp_path / "nowhere", False, shown.append)
+    with pytest.raises(ValueError, match="holds no config.json; there is one in .*hf"):
+        report.inspect(tmp_path, False, shown.append)
+
+
+def test_tokenizers_and_templates_that_are_not_whole(folder: Path):
+    pointer("tokenizer.json")(folder)
+    for path in (folder, folder / "tokenizer.json"):
+        with pytest.raises(ValueError, match="--tokenizer-model: .*tokenizer.json is a Git LFS pointer"):
+            Tokenizer.load(path)
+    dangling("tokenizer.json")(folder)
+    for path in (folder, folder / "tokenizer.json"):
+        with pytest.raises(ValueError, match="--tokenizer-model: .*tokenizer.json is a link to"):
+            Tokenizer.load(path)
+    with pytest.raises(ValueError, match="--tokenizer-model: zai-org/GLM-5 does not exist; .*hf download zai"):
+        Tokenizer.load("zai-org/GLM-5")
+    pointer("chat_template.jinja")(folder)
+    with pytest.raises(ValueError, match="chat_template.jinja is a Git LFS pointer"):
+        ChatTemplate.load(folder)
+
+
+def test_flags_that_give_weights_another_shape(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    convert.Import(hf.HFCheckpoint(folder), tmp_path / "ckpt").write(Run())
+    rest = ["--data-path", "x", "--train-iters", "1"]
+    for flag, path in (("--load-hf", folder), ("--load", tmp_path / "ckpt")):
+        for given, words in {
+            ("--num-layers", "4"): "--num-layers 4 with a 6-layer checkpoint",
+            ("--num-experts", "16"): "--num-experts 16 with a checkpoint of n_routed_experts 8",
+            ("--qk-head-dim", "16"): "--qk-head-dim 16 with a checkpoint of qk_nope_head_dim 24",
+        }.items():
+            with pytest.raises(SystemExit) as stopped:
+                parse([flag, str(path), *given, *rest])
+            assert stopped.value.code == 2
+            assert f"{words} ({flag} {path}" in capsys.readouterr().err
+        assert parse([flag, str(path), "--num-layers", "6", "--rotary-base", "1e4", *rest]).model.rope_theta == 1e4
