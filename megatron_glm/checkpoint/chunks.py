@@ -1,29 +1,19 @@
-"""What a checkpoint stores: chunks of global tensors, described by torch's checkpoint metadata; and how one is found.
-
-torch's own planners insist on full-size tensors or DTensors; here any rectangles become chunks, and any are filled.
-"""
+"""What a checkpoint stores: chunks, which are rectangles of global tensors; alone, and by the hundred thousand."""
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from ..parallel.shard import Rectangle
 
 CHUNK_BYTES = 256 << 20  # small enough that many processes share the work of one tensor
+DIMS = 3  # of a tensor at most: [experts, out, in]
 
 
 @dataclass(frozen=True)
@@ -70,32 +60,19 @@ def pieces_of(rectangle: Rectangle) -> Iterator[tuple[tuple[int, ...], torch.Ten
         yield place, data[span(offsets, sizes)]
 
 
+def chunks_of(rectangles: Iterable[Rectangle]) -> list[Chunk]:
+    """The chunks of what a rank owns of `rectangles`."""
+    chunks = []
+    for rectangle in (r for r in rectangles if r.owner):
+        for offsets, data in pieces_of(rectangle):
+            piece = Piece(rectangle.name, tuple(rectangle.global_shape), data.dtype, offsets, tuple(data.shape))
+            chunks.append(Chunk(piece, lambda data=data: data))
+    return chunks
+
+
 def span(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
     """What selects the elements from `offsets` on."""
     return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
-
-
-def describe(pieces: Iterable[Piece]) -> Metadata:
-    """The metadata of tensors that consist of these pieces.
-
-    Raises ValueError unless they fill every tensor exactly once.
-    """
-    tensors: dict[str, TensorStorageMetadata] = {}
-    for piece in pieces:
-        described = TensorStorageMetadata(TensorProperties(piece.dtype), torch.Size(piece.global_shape), [])
-        known = tensors.setdefault(piece.name, described)
-        if (tuple(known.size), known.properties.dtype) != (tuple(piece.global_shape), piece.dtype):
-            raise ValueError(
-                f"ranks disagree on {piece.name}: {known.properties.dtype} {list(known.size)} "
-                f"and {piece.dtype} {list(piece.global_shape)}"
-            )
-        known.chunks.append(ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)))
-    for name, tensor in tensors.items():
-        filled, wanted = sum(math.prod(chunk.sizes) for chunk in tensor.chunks), math.prod(tensor.size)
-        distinct = len({chunk.offsets for chunk in tensor.chunks})
-        if filled != wanted or distinct != len(tensor.chunks):
-            raise ValueError(f"the owners of {name} write {filled} elements of {wanted}; each must be written once")
-    return Metadata(tensors)
 
 
 def require(stored: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]], source: Path) -> None:
@@ -111,39 +88,95 @@ def require(stored: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...
         raise ValueError(f"{source} is of another model: {'; '.join(faults[:5])}{more}")
 
 
-class StoredChunks:
-    """The chunks of a checkpoint, found by their rows: one expert of many costs no look at those of the others."""
+@dataclass(frozen=True)
+class ChunkTable:
+    """n chunks of several tensors, as columns: 512 ranks have half a million, too many to be Python objects.
 
-    def __init__(self, metadata: Metadata) -> None:
-        self.metadata = metadata
-        self._sorted: dict[str, tuple[list[int], int, list[ChunkStorageMetadata]]] = {}
+    tensors: {name: (global shape, dtype)}; tensor [n] int64: the number of a chunk's tensor in `tensors`;
+    offsets, sizes [n, DIMS] int64: where the chunk is; dims that its tensor has not are 0 and 1.
+    """
 
-    def near(self, name: str, start: int, stop: int) -> TensorStorageMetadata:
-        """The tensor with only those of its chunks that may hold rows (of dim 0) in [start, stop)."""
-        stored = self.metadata.state_dict_metadata[name]
-        if name not in self._sorted:
-            chunks = sorted(stored.chunks, key=lambda chunk: chunk.offsets[0])
-            longest = max(chunk.sizes[0] for chunk in chunks)
-            self._sorted[name] = [chunk.offsets[0] for chunk in chunks], longest, chunks
-        starts, longest, chunks = self._sorted[name]
-        found = chunks[bisect_left(starts, start - longest + 1) : bisect_left(starts, stop)]
-        return TensorStorageMetadata(stored.properties, stored.size, found)
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    tensor: np.ndarray
+    offsets: np.ndarray
+    sizes: np.ndarray
 
-    def sizes(self, name: str, offsets: torch.Size) -> torch.Size:
-        """The shape of the chunk at `offsets`."""
-        near = self.near(name, offsets[0], offsets[0] + 1).chunks
-        return next(chunk.sizes for chunk in near if chunk.offsets == offsets)
+    @classmethod
+    def of(cls, pieces: Sequence[Piece]) -> ChunkTable:
+        """Raises ValueError where two pieces of one name differ in shape or dtype, or have more than DIMS dims."""
+        tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        numbers: dict[str, int] = {}
+        for piece in pieces:
+            if len(piece.sizes) > DIMS:
+                raise ValueError(f"{piece.name} has {len(piece.sizes)} dimensions; a checkpoint holds {DIMS} at most")
+            numbers.setdefault(piece.name, len(numbers))
+            _add_tensor(tensors, piece.name, (tuple(piece.global_shape), piece.dtype))
+        tensor = np.array([numbers[piece.name] for piece in pieces], dtype=np.int64)
+        offsets = np.array([(*piece.offsets, 0, 0, 0)[:DIMS] for piece in pieces], dtype=np.int64)
+        sizes = np.array([(*piece.sizes, 1, 1, 1)[:DIMS] for piece in pieces], dtype=np.int64)
+        return cls(tensors, tensor, offsets.reshape(-1, DIMS), sizes.reshape(-1, DIMS))
 
-    def parts(self, rectangle: Rectangle) -> list[ReadItem]:
-        """Which parts of which chunks fill the rectangle. Raises ValueError where none does."""
-        wanted = ChunkStorageMetadata(torch.Size(rectangle.offsets), rectangle.tensor.shape)
-        first = rectangle.offsets[0]
-        stored = self.near(rectangle.name, first, first + rectangle.tensor.shape[0])
-        found = create_read_items_for_chunk_list(rectangle.name, stored, [wanted])
-        filled = sum(math.prod(item.lengths) for item in found)
-        if filled != rectangle.tensor.numel():
-            raise ValueError(
-                f"{rectangle.name} {list(rectangle.tensor.shape)} at {list(rectangle.offsets)}: the checkpoint "
-                f"has {filled} of its {rectangle.tensor.numel()} elements"
-            )
-        return found
+    @classmethod
+    def joined(cls, tables: Sequence[ChunkTable]) -> ChunkTable:
+        """The chunks of all tables, one after the other. Raises ValueError where they disagree on a tensor."""
+        tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        numbers: dict[str, int] = {}
+        columns = []
+        for table in tables:
+            for name, described in table.tensors.items():
+                numbers.setdefault(name, len(numbers))
+                _add_tensor(tensors, name, described)
+            here = np.array([numbers[name] for name in table.tensors], dtype=np.int64)
+            columns.append(here[table.tensor])
+        offsets, sizes = (np.concatenate([getattr(table, name) for table in tables]) for name in ("offsets", "sizes"))
+        return cls(tensors, np.concatenate(columns), offsets, sizes)
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    @property
+    def nbytes(self) -> np.ndarray:
+        """Bytes of each chunk's data [n] int64."""
+        itemsize = np.array([dtype.itemsize for _, dtype in self.tensors.values()], dtype=np.int64)
+        return self.sizes.prod(axis=1) * itemsize[self.tensor]
+
+    def require_whole(self) -> None:
+        """Raises ValueError unless every element of every tensor is in exactly one chunk.
+
+        Counting elements would miss a gap that an overlap makes up for. So each coordinate x of a dim gets a random
+        F(x), and a rectangle has the mass of the product of F(end) - F(start) over its dims, modulo 2^64: as for
+        lengths, which are F(x) = x, the masses of parts sum to that of the whole, and with random numbers no other set
+        of rectangles has that sum.
+        """
+        shapes = np.array([(*shape, 1, 1, 1)[:DIMS] for shape, _ in self.tensors.values()], dtype=np.int64)
+        whole = _mass(np.zeros_like(shapes), shapes)
+        parts, elements = np.zeros(len(shapes), dtype=np.uint64), np.zeros(len(shapes), dtype=np.int64)
+        np.add.at(parts, self.tensor, _mass(self.offsets, self.sizes))
+        np.add.at(elements, self.tensor, self.sizes.prod(axis=1))
+        if len(wrong := np.flatnonzero(parts != whole)):
+            name = list(self.tensors)[wrong[0]]
+            filled, wanted = elements[wrong[0]], shapes[wrong[0]].prod()
+            raise ValueError(f"the owners of {name} write {filled} elements of {wanted}; each must be written once")
+
+
+def _add_tensor(tensors: dict, name: str, described: tuple[tuple[int, ...], torch.dtype]) -> None:
+    known = tensors.setdefault(name, described)
+    if known != described:
+        (shape, dtype), (other, other_dtype) = known, described
+        raise ValueError(f"ranks disagree on {name}: {dtype} {list(shape)} and {other_dtype} {list(other)}")
+
+
+def _mass(offsets: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """offsets, sizes [n, DIMS] -> the mass of each rectangle, see `require_whole`: [n] uint64."""
+    dims = np.arange(DIMS, dtype=np.uint64) << np.uint64(60)  # each dim has an F of its own
+    starts = offsets.astype(np.uint64) | dims
+    ends = (offsets + sizes).astype(np.uint64) | dims
+    return (_random(ends) - _random(starts)).prod(axis=1)
+
+
+def _random(x: np.ndarray) -> np.ndarray:
+    """The mixing function of the SplitMix64 generator: uint64 -> uint64, one to one."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -18,7 +18,7 @@ from ..config.model import ModelConfig
 from ..config.quantization import EXPORT_BLOCK
 from ..config.source import read_json
 from . import hf, sharded
-from .chunks import Chunk, Piece, cut, describe
+from .chunks import Chunk, ChunkTable, Piece, cut
 from .files import check_side_files, copy_side_files, write_durably
 from .fp8 import SCALE_SUFFIX, quantize, scale_shape
 from .output import OutputFile, Run, identity, produce
@@ -88,9 +88,11 @@ class Import:
         return sharded.write_file(staging / name, chunks, run.progress)
 
     def _complete(self, staging: Path, results: list[list[Any]]) -> None:
-        metadata = describe(chunk.piece for chunk in self.chunks)
+        table = ChunkTable.of([chunk.piece for chunk in self.chunks])
         written = [sharded.Written(*fields) for result in results for fields in result]
-        sharded.write_metadata(staging, metadata, written, {}, self.checkpoint.config, self.checkpoint.folder)
+        sharded.write_metadata(
+            staging, table, sharded.places_of(written), {}, self.checkpoint.config, self.checkpoint.folder
+        )
 
     def _check_file(self, chunks: list[Chunk], staging: Path) -> None:
         reader = sharded.Reader(staging)
@@ -149,11 +151,12 @@ class Export:
             "source": str(self.folder.resolve()),
             "--max-shard-size": self.max_shard_bytes,
             "--fp8-block-quantize": self.fp8,
-        } | identity([self.folder / ".metadata", *self.folder.glob("*.distcp")])
+        } | identity([self.reader.index_file, *self.folder.glob("*.distcp")])
         files = self.files(run)
         if run.verify:  # what is read, too: copies of damaged data would be found equal
-            indices = [i for part in self.reader.files().values() for i in part if not i.fqn.startswith("optimizer.")]
-            sharded.together(run.group, lambda: self.reader.check_data(run.share(indices)))
+            parts = self.reader.index.by_file().values()
+            chunks = [i for part in parts for i in part if not self.reader.index.name_of(i).startswith("optimizer.")]
+            sharded.together(run.group, lambda: self.reader.check_data(run.share(chunks)))
         produce(target, settings, files, run, lambda staging, _: self._complete(staging, files))
 
     def _complete(self, staging: Path, files: list[OutputFile]) -> None:

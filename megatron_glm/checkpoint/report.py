@@ -86,7 +86,7 @@ def _show_stored(reader: sharded.Reader, show: Callable[[str], object]) -> None:
     for name, (shape, dtype) in reader.shapes.items():
         sizes["optimizer" if name.startswith("optimizer.") else "weights"] += math.prod(shape) * dtype.itemsize
         dtypes[str(dtype).removeprefix("torch.")] = dtypes.get(str(dtype).removeprefix("torch."), 0) + 1
-    files = reader.files()
+    files = reader.index.by_file()
     writers = {name.split("_")[0] for name in files if name.startswith("rank")}
     made = f"saved by {len(writers)} processes" if writers else "converted"
     chunks = sum(map(len, files.values()))
@@ -100,8 +100,8 @@ def _faults(reader: sharded.Reader, config: ModelConfig, data: bool) -> Iterator
         lambda: reader.require({name: shape for name, (shape, _) in hf.parameter_shapes(config).items()}),
         lambda: sharded.state_of(reader.folder),
     ]
-    for indices in reader.files().values():
-        checks.append(partial(reader.check_data if data else reader.check_file, indices))
+    for chunks in reader.index.by_file().values():
+        checks.append(partial(reader.check_data if data else reader.check_file, chunks))
     for check in checks:
         try:
             check()

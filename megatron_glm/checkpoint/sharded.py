@@ -1,7 +1,7 @@
-"""Sharded checkpoints: torch distributed checkpoints in which every tensor is its global self.
+"""Sharded checkpoints, in which every tensor is its global self.
 
     DIR/latest_checkpointed_iteration.txt           written last
-    DIR/iter_0000100/{.metadata, *.distcp}          the tensors
+    DIR/iter_0000100/{tensors.index, *.distcp}      the tensors
     DIR/iter_0000100/{config.json, state.json}      the model that they are; the scalars of the training run
     DIR/iter_0000100/hf/                            config.json, tokenizer, template … as they came
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import math
 import mmap
-import pickle
 import shutil
 import zipfile
 import zlib
@@ -29,17 +28,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
 from ..config.iterations import ITERATIONS, LATEST_NAME, PENDING, iteration_folder, latest
 from ..config.model import ModelConfig
 from ..parallel.shard import Rectangle
-from . import archives
-from .chunks import Chunk, Piece, StoredChunks, describe, pieces_of, require, span
+from . import archives, index, merge
+from .chunks import Chunk, ChunkTable, chunks_of, require, span
 from .files import (
     UNFINISHED,
     BackgroundSync,
@@ -50,11 +48,13 @@ from .files import (
     sync,
     write_durably,
 )
+from .index import Places
+from .merge import Moves
 
 FILE_BYTES = 512 << 20  # one file of a writer is synced while the next is written
-CHECKSUM_BYTES = 4  # behind the pickle of .metadata, where torch does not look
+CHECKED_BYTES = 16 << 20  # a chunk of which a part is read is read whole up to here, so that its checksum shows
 
-T = TypeVar("T")
+T, R = TypeVar("T"), TypeVar("R")
 
 
 def read_state(folder: Path, iteration: int) -> dict[str, Any]:
@@ -118,41 +118,38 @@ def save(
         hf_files: the `hf/` folder of the checkpoint that this run started from, carried along.
     Raises: ValueError or OSError on every rank if any of them fails; the target then does not exist.
     """
-    chunks = []
-    for rectangle in (r for r in rectangles if r.owner):
-        for offsets, data in pieces_of(rectangle):
-            piece = Piece(rectangle.name, tuple(rectangle.global_shape), data.dtype, offsets, tuple(data.shape))
-            chunks.append(Chunk(piece, lambda data=data: data))
+    chunks = chunks_of(rectangles)
     target = iteration_folder(folder, iteration)
     staging = target.with_name(target.name + UNFINISHED)
     rank = 0 if group is None else group.rank()
     with ExitStack() as stack:
-        metadata = None
 
-        def begin(pieces: list[list[Piece]]) -> None:
-            nonlocal metadata
-            metadata = describe(piece for part in pieces for piece in part)
+        def begin(tables: list[ChunkTable]) -> list[Moves] | None:
+            ChunkTable.joined(tables).require_whole()
             saved = latest(folder)
             stack.enter_context(staged_folder(target, replace=saved is None or saved < iteration))
+            return merge.plan(tables) if len(tables) > 1 else None
 
-        def write() -> list[Written]:
+        def write() -> tuple[ChunkTable, Places]:
+            mine = chunks if moves is None else merge.exchange(chunks, moves, group)
             written = []
             with BackgroundSync() as background:
-                for number, file_chunks in enumerate(split(chunks)):
+                for number, file_chunks in enumerate(split(mine)):
                     file = staging / f"rank{rank:05d}_{number:05d}.distcp"
                     written += write_file(file, file_chunks)
                     background.sync(file)
-            return written
+            return ChunkTable.of([chunk.piece for chunk in mine]), places_of(written)
 
-        def finish(parts: list[list[Written]]) -> None:
-            write_metadata(staging, metadata, [chunk for part in parts for chunk in part], state, config, hf_files)
+        def finish(parts: list[tuple[ChunkTable, Places]]) -> None:
+            tables, places = zip(*parts, strict=True)
+            write_metadata(staging, ChunkTable.joined(tables), Places.joined(places), state, config, hf_files)
             (staging / PENDING).touch()
             stack.close()
             write_durably(folder / LATEST_NAME, str(iteration).encode())
             (target / PENDING).unlink()
             sync(target)
 
-        together(group, lambda: [chunk.piece for chunk in chunks], begin)
+        moves = together(group, lambda: ChunkTable.of([chunk.piece for chunk in chunks]), begin)
         together(group, write, finish)
 
 
@@ -184,22 +181,27 @@ def write_file(
     return written
 
 
+def places_of(written: list[Written]) -> Places:
+    """The same in columns."""
+    files: dict[str, int] = {}
+    rows = [(files.setdefault(w.file, len(files)), w.start, w.length, w.checksum) for w in written]
+    return Places(list(files), *np.array(rows, dtype=np.int64).reshape(-1, 4).T)
+
+
 def write_metadata(
     folder: Path,
-    metadata: Metadata,
-    written: list[Written],
+    chunks: ChunkTable,
+    places: Places,
     state: dict[str, Any],
     config: ModelConfig,
     hf_files: Path | None,
 ) -> None:
-    """Writes all that makes the data files in `folder` a checkpoint: where each chunk is, and of what."""
-    indices = [MetadataIndex(chunk.name, torch.Size(chunk.offsets)) for chunk in written]
-    places = [_StorageInfo(chunk.file, chunk.start, chunk.length) for chunk in written]
-    metadata.storage_data = dict(zip(indices, places, strict=True))
-    metadata.planner_data = dict(zip(indices, (chunk.checksum for chunk in written), strict=True))
-    metadata.storage_meta = StorageMeta()
-    content = pickle.dumps(metadata)
-    write_durably(folder / ".metadata", content + zlib.crc32(content).to_bytes(CHECKSUM_BYTES))
+    """Writes all that makes the data files in `folder` a checkpoint: where each chunk is, and of what.
+
+    Raises: ValueError unless the chunks fill their tensors.
+    """
+    chunks.require_whole()
+    write_durably(folder / index.NAME, index.Index(chunks, places).to_bytes())
     write_durably(folder / "config.json", json.dumps(config.to_hf(), indent=2).encode())
     write_durably(folder / "state.json", json.dumps(state, indent=2).encode())
     if hf_files is not None:
@@ -229,7 +231,7 @@ def load(folder: Path, iteration: int, rectangles: list[Rectangle], group: Proce
 
 
 class Reader:
-    """A complete checkpoint folder (`iter_…`).
+    """A complete checkpoint folder (`iter_…`). Its chunks are known by their rows in the index.
 
     shapes: {name: (global shape, dtype)} of everything stored.
     Raises ValueError naming the file that is missing or damaged.
@@ -237,108 +239,93 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        if not (folder / ".metadata").is_file():
-            raise ValueError(f"{folder} is no complete checkpoint: it has no .metadata")
-        content = (folder / ".metadata").read_bytes()
-        if zlib.crc32(content[:-CHECKSUM_BYTES]) != int.from_bytes(content[-CHECKSUM_BYTES:]):
-            raise ValueError(f"{folder / '.metadata'} is damaged: its checksum does not match")
-        try:
-            self._metadata: Metadata = pickle.loads(content)
-            tensors = self._metadata.state_dict_metadata
-        except Exception as error:  # whatever unpickling damaged bytes may raise
-            raise ValueError(f"{folder / '.metadata'} is damaged: {error!r}") from error
-        self._chunks = StoredChunks(self._metadata)
+        self.index_file = index.file_of(folder)
+        self.index = index.read(self.index_file)
+        self.shapes = self.index.tensors
         self._last: tuple[Path | None, mmap.mmap | bytes] = None, b""  # one file, else they could be too many
-        self.shapes = {name: (tuple(tensor.size), tensor.properties.dtype) for name, tensor in tensors.items()}
 
     def require(self, wanted: dict[str, tuple[int, ...]]) -> None:
         """Raises one ValueError that lists the first tensors which are missing or have another global shape."""
         require({name: shape for name, (shape, _) in self.shapes.items()}, wanted, self.folder)
 
     def read(self, rectangles: list[Rectangle]) -> None:
-        """Fills the tensors of `rectangles` in place, converting dtypes.
+        """Fills the tensors of `rectangles` in place, converting dtypes; file by file, whatever their order.
 
-        Raises: ValueError if the checkpoint lacks or differs from them, or a chunk that is read whole is damaged.
+        Raises: ValueError if the checkpoint lacks or differs from them, or a chunk is damaged that is read whole or
+            small enough to be.
         """
         self.require({rectangle.name: rectangle.global_shape for rectangle in rectangles})
-        for rectangle in rectangles:
-            tensor = rectangle.tensor.detach()
-            for part in self._chunks.parts(rectangle) if tensor.numel() else ():
-                chunk = self._chunk(part.storage_index)
-                if chunk.numel() == math.prod(part.lengths):  # what is read in part only would have to be read twice
-                    self._check_data(part.storage_index, chunk)
-                stored = chunk[span(part.storage_offsets, part.lengths)]
-                tensor[span(part.dest_offsets, part.lengths)].copy_(stored)
+        found = [(part, r.tensor.detach()) for r in rectangles if r.tensor.numel() for part in self.index.parts(r)]
+        file, start, checked = self.index.file, self.index.start, None
+        for part, tensor in sorted(found, key=lambda item: (file[item[0].chunk], start[item[0].chunk])):
+            chunk = self._chunk(part.chunk)
+            if part.chunk != checked and (chunk.numel() == math.prod(part.lengths) or chunk.nbytes <= CHECKED_BYTES):
+                self._check_data(part.chunk, chunk)
+                checked = part.chunk
+            tensor[span(part.wanted, part.lengths)].copy_(chunk[span(part.stored, part.lengths)])
 
     def tensor(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """One rectangle in `dtype`: where it lies in one chunk and has that dtype, a view of the mapped file."""
         shape, stored_dtype = self.shapes[name]
         wanted = Rectangle(name, shape, offsets, torch.empty(sizes, dtype=dtype, device="meta"), owner=False)
-        parts = self._chunks.parts(wanted)
+        parts = self.index.parts(wanted)
         if len(parts) == 1 and stored_dtype == dtype:
-            return self._chunk(parts[0].storage_index)[span(parts[0].storage_offsets, parts[0].lengths)]
+            return self._chunk(parts[0].chunk)[span(parts[0].stored, parts[0].lengths)]
         result = torch.empty(sizes, dtype=dtype)
         self.read([replace(wanted, tensor=result)])
         return result
 
-    def files(self) -> dict[str, list[MetadataIndex]]:
-        """{file: the stored chunks in it}, in the order of the files' names."""
-        found: dict[str, list[MetadataIndex]] = {}
-        for index, place in self._metadata.storage_data.items():
-            found.setdefault(place.relative_path, []).append(index)
-        return dict(sorted(found.items()))
-
-    def check_file(self, indices: list[MetadataIndex]) -> None:
+    def check_file(self, chunks: list[int]) -> None:
         """Raises ValueError if the file of these chunks is missing, truncated or another; reads none of the data."""
-        for index in indices:
-            self._chunk(index)
+        for chunk in chunks:
+            self._chunk(chunk)
 
-    def check_data(self, indices: list[MetadataIndex]) -> None:
+    def check_data(self, chunks: list[int]) -> None:
         """Raises ValueError if a byte of these chunks is not the one saved; reads all of them."""
-        for index in indices:
-            self._check_data(index, self._chunk(index))
+        for chunk in chunks:
+            self._check_data(chunk, self._chunk(chunk))
 
-    def _check_data(self, index: MetadataIndex, chunk: torch.Tensor) -> None:
-        found, saved = zlib.crc32(chunk.view(-1).view(torch.uint8).numpy()), self._metadata.planner_data[index]
+    def _file(self, chunk: int) -> Path:
+        return self.folder / self.index.files[self.index.file[chunk]]
+
+    def _check_data(self, chunk: int, data: torch.Tensor) -> None:
+        found, saved = zlib.crc32(data.view(-1).view(torch.uint8).numpy()), int(self.index.checksum[chunk])
         if found != saved:
-            what = f"{index.fqn} at {list(index.offset)} has the checksum {found:#x}, saved was {saved:#x}"
-            raise ValueError(f"{self.folder / self._metadata.storage_data[index].relative_path} is damaged: {what}")
+            what = f"{self.index.name_of(chunk)} at {self.index.offsets_of(chunk)} has the checksum {found:#x}"
+            raise ValueError(f"{self._file(chunk)} is damaged: {what}, saved was {saved:#x}")
 
-    def _chunk(self, index: MetadataIndex) -> torch.Tensor:
+    def _chunk(self, chunk: int) -> torch.Tensor:
         """A stored chunk in the mapped file; refuses a file that is missing, truncated, or another under this name."""
-        place = self._metadata.storage_data[index]
-        file, dtype = self.folder / place.relative_path, self.shapes[index.fqn][1]
-        sizes = self._chunks.sizes(index.fqn, index.offset)
+        file, name, sizes = self._file(chunk), self.index.name_of(chunk), self.index.shape_of(chunk)
+        start, length, dtype = int(self.index.start[chunk]), int(self.index.length[chunk]), self.shapes[name][1]
         if file != self._last[0]:
             if not file.is_file():
-                raise ValueError(f"{file} is missing: it holds {index.fqn}")
+                raise ValueError(f"{file} is missing: it holds {name}")
             self._last = file, archives.mapping(file, 0, 0) if file.stat().st_size else b""
         content = self._last[1]
-        if (end := place.offset + place.length) > len(content):
-            raise ValueError(f"{file} is truncated: {index.fqn} ends at byte {end}, the file at byte {len(content)}")
+        if (end := start + length) > len(content):
+            raise ValueError(f"{file} is truncated: {name} ends at byte {end}, the file at byte {len(content)}")
         try:
-            archive = archives.find(content, place.offset, place.length)
+            archive = archives.find(content, start, length)
         except (zipfile.BadZipFile, ValueError, NotImplementedError, OverflowError) as error:
-            raise ValueError(f"{file}: cannot read {index.fqn}: {error}") from error
-        if (archive.nbytes, archive.checksum) != (
-            math.prod(sizes) * dtype.itemsize,
-            self._metadata.planner_data[index],
-        ):
-            raise ValueError(f"{file} is not the file that was saved: it holds other data as {index.fqn}")
-        return archives.view(content, archive.start, dtype, tuple(sizes))
+            raise ValueError(f"{file}: cannot read {name}: {error}") from error
+        if (archive.nbytes, archive.checksum) != (math.prod(sizes) * dtype.itemsize, self.index.checksum[chunk]):
+            raise ValueError(f"{file} is not the file that was saved: it holds other data as {name}")
+        return archives.view(content, archive.start, dtype, sizes)
 
 
 def together(
-    group: ProcessGroup | None, local: Callable[[], T], combine: Callable[[list[T]], object] = lambda results: None
-) -> None:
+    group: ProcessGroup | None, local: Callable[[], T], combine: Callable[[list[T]], list[R] | None] = lambda _: None
+) -> R | None:
     """Runs `local` on every rank, then `combine` on rank 0 with all results; an error of any is raised on all.
 
-    The error of the first rank that has one is the one to show: on the others it has the attribute `told`.
+    The error of the first rank that has one is the one to show: on the others it has the attribute `told`. Returns this
+    rank's item of the list that `combine` returns, which has one for each rank; None if it returns None.
     """
     if group is None or group.size() == 1:
-        combine([local()])
-        return
-    result, error = None, None
+        given = combine([local()])
+        return None if given is None else given[0]
+    result, error, given = None, None, None
     try:
         result = local()
     except Exception as caught:
@@ -346,16 +333,16 @@ def together(
     outcomes = [None] * group.size() if group.rank() == 0 else None
     failure = None if error is None else (group.rank(), str(error), isinstance(error, OSError))
     dist.gather_object((result, failure), outcomes, group=group, group_dst=0)
-    verdict = [None]
+    verdict = [None, False]
     if group.rank() == 0:
         failures = [failure for _, failure in outcomes if failure is not None]
         try:
             if not failures:
-                combine([result for result, _ in outcomes])
+                given = combine([result for result, _ in outcomes])
         except Exception as caught:
             error = caught
             failures = [(0, str(caught), isinstance(caught, OSError))]
-        verdict = [failures[:3]]
+        verdict = [failures[:3], given is not None]
     dist.broadcast_object_list(verdict, group=group, group_src=0)
     if failures := verdict[0]:
         speaker, _, of_system = failures[0]
@@ -363,3 +350,7 @@ def together(
         error = error or (OSError if of_system else ValueError)(text)
         error.told = group.rank() != speaker
         raise error
+    received = [None]
+    if verdict[1]:
+        dist.scatter_object_list(received, given, group=group, group_src=0)
+    return received[0]

@@ -18,7 +18,7 @@ from .source import describe
 
 LATEST_NAME = "latest_checkpointed_iteration.txt"
 ITERATIONS = "iter_" + "[0-9]" * 7
-INDEX_NAMES = (".metadata",)
+INDEX_NAMES = ("tensors.index", ".metadata")  # the second one in earlier versions
 PENDING = ".pending"
 
 

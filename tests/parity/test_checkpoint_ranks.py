@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_glm.checkpoint import sharded
+from megatron_glm.checkpoint import merge, sharded
 from megatron_glm.config.model import ModelConfig
 from megatron_glm.parallel.shard import Rectangle
 from tests import distributed
@@ -71,6 +73,62 @@ def test_two_ranks_reshard_and_fail_together(tmp_path: Path):
     sharded.load(tmp_path, 5, alone, None)
     for rectangle in alone:
         assert torch.equal(rectangle.tensor, full(rectangle.name)), rectangle.name
+
+
+SMALL = {"a": (1000,), "b": (7, 5), "c": (2,), "d": (9, 4, 3), "large": (64, 10)}
+
+
+def small(name: str, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(SMALL[name], generator=torch.Generator().manual_seed(ord(name[0]))).to(dtype)
+
+
+def rows(rank: int, size: int, filled: bool) -> list[Rectangle]:
+    """As FSDP cuts: rows in equal parts, so that the last ranks may have none."""
+    rectangles = []
+    for name, shape in SMALL.items():
+        for prefix, dtype in (("", torch.float32), ("moment.", torch.bfloat16)):
+            part = -(-shape[0] // size)
+            start = min(shape[0], rank * part)
+            data = small(name, dtype)[start : start + part].clone()
+            data = data if filled else torch.full_like(data, torch.nan)
+            rectangles.append(Rectangle(prefix + name, shape, (start, *(0 for _ in shape[1:])), data, True))
+    return rectangles
+
+
+def save_in_blocks(folder: Path) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    config = ModelConfig.from_hf("glm5.2-tiny")
+    merge.SMALL_BYTES, merge.BLOCK_BYTES = 600, 1500
+    sharded.save(folder, 1, rows(rank, size, True), {}, config, None, dist.group.WORLD)
+    wanted = rows(rank, size, False)
+    sharded.load(folder, 1, wanted, dist.group.WORLD)
+    assert all(torch.equal(got.tensor, there.tensor) for got, there in zip(wanted, rows(rank, size, True), strict=True))
+
+
+def test_small_pieces_are_written_by_one_rank(tmp_path: Path):
+    distributed.run(4, save_in_blocks, tmp_path)
+    reader = sharded.Reader(tmp_path / "iter_0000001")
+    by_file = reader.index.by_file()
+    chunks = Counter(reader.index.name_of(chunk) for part in by_file.values() for chunk in part)
+    one = ("b", "c", "d", "moment.b", "moment.c", "moment.d", "moment.large")  # 320 bytes a rank
+    assert chunks == dict.fromkeys(one, 1) | {"a": 4, "moment.a": 2, "large": 4}  # a: above 600; 500 + 500 + 500 + 500
+    assert len({name.split("_")[0] for name in by_file}) == 4, "every rank writes a share"
+    for name in SMALL:
+        for prefix, dtype in (("", torch.float32), ("moment.", torch.bfloat16)):
+            stored = reader.tensor(prefix + name, (0,) * len(SMALL[name]), SMALL[name], dtype)
+            assert torch.equal(stored, small(name, dtype)), prefix + name
+
+
+def test_a_changed_byte_of_a_block_shows_to_whoever_reads_a_part_of_it(tmp_path: Path):
+    distributed.run(4, save_in_blocks, tmp_path)
+    raw = small("b", torch.float32)[6].numpy().tobytes()  # of the last rank
+    [file] = [f for f in tmp_path.rglob("*.distcp") if raw in f.read_bytes()]
+    content = bytearray(file.read_bytes())
+    content[content.index(raw)] ^= 1
+    file.write_bytes(content)
+    wanted = [r for r in rows(0, 4, False) if r.name == "b"]
+    with pytest.raises(ValueError, match=f"{file} is damaged: b at "):
+        sharded.load(tmp_path, 1, wanted, None)
 
 
 def save_alone(folder: Path) -> None:

@@ -111,7 +111,7 @@ def test_shape_comes_from_the_checkpoint_unless_hf_config_says_otherwise(tmp_pat
     hf.mkdir(parents=True)
     shape = parse([*TINY, "--num-layers", "4"]).model
     (hf / "config.json").write_text(json.dumps(shape.to_hf()))
-    (hf.parent / ".metadata").touch()
+    (hf.parent / "tensors.index").touch()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     flags = ["--load", str(tmp_path), *TINY[2:]]
     config = parse(flags)

@@ -14,7 +14,7 @@ from tests.finetune import finetune, tensors, write_rows
 def folder_of(path: Path, complete: tuple[int, ...], pointer: str | None, incomplete: int | None = None) -> Path:
     for iteration in complete:
         path.joinpath(f"iter_{iteration:07d}").mkdir(parents=True)
-        path.joinpath(f"iter_{iteration:07d}", ".metadata").touch()
+        path.joinpath(f"iter_{iteration:07d}", "tensors.index").touch()
     if incomplete is not None:
         path.joinpath(f"iter_{incomplete:07d}").mkdir(parents=True)
     path.mkdir(exist_ok=True)

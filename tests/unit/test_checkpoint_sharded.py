@@ -5,16 +5,28 @@ One process may hold the rectangles of all ranks of a layout, so layouts are sim
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
 import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
+import safetensors.numpy
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from megatron_glm.checkpoint import archives, chunks, files, sharded
+from megatron_glm.checkpoint import archives, chunks, files, index, sharded
 from megatron_glm.checkpoint.files import staged_folder, write_durably
 from megatron_glm.config import iterations
 from megatron_glm.config.model import ModelConfig
@@ -102,15 +114,6 @@ def test_folder_describes_itself(tmp_path: Path):
     assert not [path for path in tmp_path.rglob("*.tmp")]
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torch_itself_reads_the_format(tmp_path: Path):
-    save(tmp_path, layout(1, [0.5], tensors()))
-    state = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    dcp.load(state, checkpoint_id=tmp_path / "iter_0000004", no_dist=True)
-    for name, tensor in tensors().items():
-        assert torch.equal(state[name], tensor)
-
-
 @pytest.mark.parametrize("shape, itemsize", [((7, 9), 4), ((5, 3, 4), 2), ((40,), 4), ((2, 40, 3), 4), ((3, 1000), 2)])
 def test_chunks_fill_the_tensor_and_stay_small(shape, itemsize, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 100)
@@ -147,7 +150,7 @@ def test_reading_opens_each_file_once_and_keeps_none(tmp_path: Path, monkeypatch
     before = len(os.listdir("/proc/self/fd"))
     reader = sharded.Reader(tmp_path / "iter_0000004")
     reader.read(layout(0, [], None))
-    assert 1 < count == len(opened) < sum(map(len, reader.files().values()))
+    assert 1 < count == len(opened) < sum(map(len, reader.index.by_file().values()))
     assert len(os.listdir("/proc/self/fd")) <= before + 1
     del reader
     assert len(os.listdir("/proc/self/fd")) <= before
@@ -222,7 +225,7 @@ def test_latest_moves_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     def record(path: Path, content: bytes) -> None:
         if path.name == sharded.LATEST_NAME:
-            complete.append((tmp_path / "iter_0000004" / ".metadata").is_file())
+            complete.append((tmp_path / "iter_0000004" / index.NAME).is_file())
         write_durably(path, content)
 
     monkeypatch.setattr(sharded, "write_durably", record)
@@ -288,7 +291,7 @@ def test_a_kill_while_old_checkpoints_go_leaves_none_that_looks_whole(tmp_path: 
     for iteration in (10, 20):
         save(tmp_path, layout(0, [], tensors()), iteration)
     with monkeypatch.context() as patch:
-        patch.setattr(files.shutil, "rmtree", lambda folder: (Path(folder) / ".metadata").unlink())
+        patch.setattr(files.shutil, "rmtree", lambda folder: (Path(folder) / index.NAME).unlink())
         sharded.remove_old(tmp_path, keep=1)
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000010.tmp", "iter_0000020"]
     sharded.remove_unfinished(tmp_path)
@@ -310,20 +313,81 @@ def test_swapped_files_are_named(partner: int, tmp_path: Path, monkeypatch: pyte
         sharded.load(tmp_path, 4, layout(0, [], None), None)
 
 
+def test_a_gap_that_an_overlap_makes_up_for_is_noticed(tmp_path: Path):
+    """Rows 0-3 and 2-5 of six are six rows, at two places."""
+    whole = torch.zeros(6, 4)
+    halves = [Rectangle("w", (6, 4), (start, 0), whole[:3], True) for start in (0, 3)]
+    save(tmp_path, halves, iteration=1)
+    halves[1] = Rectangle("w", (6, 4), (2, 0), whole[:3], True)
+    with pytest.raises(ValueError, match="the owners of w write 24 elements of 24; each must be written once"):
+        save(tmp_path, halves, iteration=2)
+
+
+def as_version_1(folder: Path) -> None:
+    """Replaces the index of an `iter_…` folder by what earlier versions wrote: torch's metadata and a CRC-32."""
+    reader = sharded.Reader(folder)
+    stored, found = reader.index, {}
+    for name in reader.shapes:
+        rows = range(stored.first[stored.numbers[name]], stored.first[stored.numbers[name] + 1])
+        found[name] = {torch.Size(stored.offsets_of(row)): row for row in rows}
+    described = {
+        name: TensorStorageMetadata(
+            TensorProperties(reader.shapes[name][1]),
+            torch.Size(reader.shapes[name][0]),
+            [ChunkStorageMetadata(offsets, torch.Size(stored.shape_of(row))) for offsets, row in chunks.items()],
+        )
+        for name, chunks in found.items()
+    }
+    rows = {MetadataIndex(name, offsets): row for name, chunks in found.items() for offsets, row in chunks.items()}
+    places = {
+        key: _StorageInfo(stored.files[stored.file[row]], int(stored.start[row]), int(stored.length[row]))
+        for key, row in rows.items()
+    }
+    checksums = {key: int(stored.checksum[row]) for key, row in rows.items()}
+    content = pickle.dumps(Metadata(described, checksums, places, storage_meta=StorageMeta()))
+    (folder / ".metadata").write_bytes(content + zlib.crc32(content).to_bytes(4))
+    reader.index_file.unlink()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_checkpoints_of_earlier_versions_are_read_and_resharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """They were torch's own format, which shows that the fixture is one."""
+    monkeypatch.setattr(sharded, "FILE_BYTES", 500)
+    save(tmp_path, layout(1, [0.5], tensors()))
+    folder = tmp_path / "iter_0000004"
+    as_version_1(folder)
+    state = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    assert all(torch.equal(state[name], tensor) for name, tensor in tensors().items())
+
+    assert iterations.start(tmp_path) == (tmp_path, 4)
+    wanted = layout(0, [0.3], None)
+    sharded.load(tmp_path, 4, wanted, None)
+    assert all(torch.equal(tensor, tensors()[name]) for name, tensor in gathered(wanted).items())
+    reader = sharded.Reader(folder)
+    for part in reader.index.by_file().values():
+        reader.check_data(part)
+    content = (folder / ".metadata").read_bytes()
+    for place in range(0, len(content), 97):
+        (folder / ".metadata").write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        with pytest.raises(ValueError, match=r"\.metadata is damaged"):
+            sharded.Reader(folder)
+
+
 def test_every_changed_byte_of_the_metadata_is_noticed(tmp_path: Path):
     save(tmp_path, layout(0, [], tensors()))
-    file = tmp_path / "iter_0000004" / ".metadata"
+    file = tmp_path / "iter_0000004" / index.NAME
     content = file.read_bytes()
     for place in range(0, len(content), 97):
         file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-        with pytest.raises(ValueError, match=r"\.metadata is damaged"):
+        with pytest.raises(ValueError, match="tensors.index is damaged"):
             sharded.load(tmp_path, 4, layout(0, [], None), None)
 
 
 def test_metadata_of_another_iteration_is_noticed(tmp_path: Path):
     for iteration in (1, 2):
         save(tmp_path, layout(0, [], tensors(seed=iteration)), iteration)
-    (tmp_path / "iter_0000002" / ".metadata").write_bytes((tmp_path / "iter_0000001" / ".metadata").read_bytes())
+    (tmp_path / "iter_0000002" / index.NAME).write_bytes((tmp_path / "iter_0000001" / index.NAME).read_bytes())
     with pytest.raises(ValueError, match="is not the file that was saved"):
         sharded.load(tmp_path, 2, layout(0, [], None), None)
 
@@ -365,14 +429,14 @@ def test_damaged_checkpoints_are_named(tmp_path: Path):
     data.unlink()
     with pytest.raises(ValueError, match=f"{data} is missing"):
         sharded.load(tmp_path, 4, wanted, None)
-    other = pickle.dumps({"checkpoint": "of another program"})
-    (folder / ".metadata").write_bytes(other + zlib.crc32(other).to_bytes(4))
-    with pytest.raises(ValueError, match=r"\.metadata is damaged"):
+    other = safetensors.numpy.save({"checkpoint": np.zeros(3)})  # of another program
+    (folder / index.NAME).write_bytes(other + hashlib.sha256(other).digest())
+    with pytest.raises(ValueError, match="tensors.index is damaged"):
         sharded.load(tmp_path, 4, wanted, None)
-    (folder / ".metadata").write_bytes(b"nonsense")
-    with pytest.raises(ValueError, match=r"\.metadata is damaged"):
+    (folder / index.NAME).write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match="tensors.index is damaged"):
         sharded.load(tmp_path, 4, wanted, None)
-    (folder / ".metadata").unlink()
+    (folder / index.NAME).unlink()
     with pytest.raises(ValueError, match="iter_0000004 is no complete checkpoint"):
         sharded.load(tmp_path, 4, wanted, None)
     (tmp_path / sharded.LATEST_NAME).write_text("release")

@@ -11,14 +11,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_glm.checkpoint import chunks, convert, hf, output, sharded
+from megatron_glm.checkpoint.chunks import ChunkTable, Piece
+from megatron_glm.checkpoint.index import Index, Places
 from megatron_glm.checkpoint.output import Run
 from megatron_glm.checkpoint.safetensors_io import DTYPE_NAMES, INDEX_NAME
 from megatron_glm.config.model import ModelConfig
+from megatron_glm.parallel.shard import Rectangle
 from tests import hf_folder
 from tests.distributed import run
 from tests.unit.test_convert_errors import TOOL, full_disk_after, tool
@@ -107,17 +111,21 @@ def test_dry_run_of_an_export_lists_the_files_that_it_writes(tmp_path: Path, mon
 
 def test_one_expert_is_found_without_its_neighbours():
     """Of 10,000 experts' chunks only that of the one is looked at, and row blocks of unequal sizes are all found."""
-    place, kind = chunks.ChunkStorageMetadata, chunks.TensorProperties(torch.bfloat16)
-    experts = [place(torch.Size((e, 0, 0)), torch.Size((1, 2, 2))) for e in reversed(range(10_000))]
-    rows = [place(torch.Size((a, 0)), torch.Size((b - a, 2))) for a, b in ((0, 7), (7, 8), (8, 20))]
-    tensors = {
-        "experts": chunks.TensorStorageMetadata(kind, torch.Size((10_000, 2, 2)), experts),
-        "rows": chunks.TensorStorageMetadata(kind, torch.Size((20, 2)), rows),
-    }
-    stored = chunks.StoredChunks(chunks.Metadata(tensors))
-    assert [chunk.offsets[0] for chunk in stored.near("experts", 4711, 4712).chunks] == [4711]
-    assert {0, 7} <= {chunk.offsets[0] for chunk in stored.near("rows", 6, 8).chunks}
-    assert {8} <= {chunk.offsets[0] for chunk in stored.near("rows", 19, 20).chunks}
+    kind = torch.bfloat16
+    pieces = [Piece("experts", (10_000, 2, 2), kind, (e, 0, 0), (1, 2, 2)) for e in reversed(range(10_000))]
+    pieces += [Piece("rows", (20, 2), kind, (a, 0), (b - a, 2)) for a, b in ((0, 7), (7, 8), (8, 20))]
+    nowhere = np.zeros(len(pieces), dtype=np.int64)
+    stored = Index(ChunkTable.of(pieces), Places(["file"], nowhere, nowhere, nowhere, nowhere))
+
+    def found(name: str, start: int, stop: int) -> list[tuple]:
+        shape = (stop - start, *stored.tensors[name][0][1:])
+        wanted = Rectangle(name, stored.tensors[name][0], (start, 0, 0)[: len(shape)], torch.empty(shape), False)
+        parts = stored.parts(wanted)
+        return [(stored.offsets_of(p.chunk)[0], p.stored[0], p.wanted[0], p.lengths[0]) for p in parts]
+
+    assert found("experts", 4711, 4712) == [(4711, 0, 0, 1)]
+    assert found("rows", 6, 8) == [(0, 6, 0, 1), (7, 0, 1, 1)]
+    assert found("rows", 19, 20) == [(8, 11, 0, 1)]
 
 
 def test_fp8_set_and_config_are_those_of_the_release():

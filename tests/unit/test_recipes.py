@@ -40,7 +40,7 @@ case $1 in
   -m) exec REAL_PYTHON "$@" ;;
   */quickstart_data.py) touch "$3/train.jsonl" "$3/valid.jsonl" ;;
   */convert_hf.py) mkdir -p "$5/iter_0000000/hf"
-    touch "$5/iter_0000000/hf/tokenizer.json" "$5/iter_0000000/.metadata"
+    touch "$5/iter_0000000/hf/tokenizer.json" "$5/iter_0000000/tensors.index"
     echo 0 >"$5/latest_checkpointed_iteration.txt" ;;
   *) echo "world ${WORLD_SIZE:-} rank ${SLURM_PROCID:-} master ${MASTER_ADDR:-}"; printf '%s\\n' "$@"
     exit "${RANK_CODE:-0}" ;;
@@ -74,7 +74,7 @@ def checkpoint(folder: Path, iteration: int) -> None:
     hf = folder / f"iter_{iteration:07d}" / "hf"
     hf.mkdir(parents=True)
     (hf / "tokenizer.json").touch()
-    (hf.parent / ".metadata").touch()
+    (hf.parent / "tensors.index").touch()
     (folder / "latest_checkpointed_iteration.txt").write_text(f"{iteration}\n")
 
 
