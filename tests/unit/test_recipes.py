@@ -37,7 +37,7 @@ STUBS = {
     # A rank, the planner or a step of SCALE=tiny's preparation, by the script that it is given
     "python": """
 case $1 in
-  -m) exec REAL_PYTHON "$@" ;;
+  -c | -m) exec REAL_PYTHON "$@" ;;
   */quickstart_data.py) touch "$3/train.jsonl" "$3/valid.jsonl" ;;
   */convert_hf.py) mkdir -p "$5/iter_0000000/hf"
     touch "$5/iter_0000000/hf/tokenizer.json" "$5/iter_0000000/tensors.index"
