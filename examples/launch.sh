@@ -138,7 +138,8 @@ check_checkpoint() {
     return
   fi
   values_of --ckpt-step
-  if ! folder=$(PYTHONPATH=$root "$python" -m megatron_glm.config.iterations "$load" "${values[@]}" 2>&1); then
+  if ! folder=$(PYTHONPATH=$root "$python" -c 'import sys; from megatron_glm.config.iterations import print_start
+print_start(*sys.argv[1:])' "$load" "${values[@]}"); then
     problems+=("$folder")
     return
   fi

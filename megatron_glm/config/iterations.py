@@ -153,8 +153,10 @@ def _same(left: Path, right: Path) -> bool:
     return left.resolve() == right.resolve()
 
 
-if __name__ == "__main__":  # LOAD [CKPT_STEP]: prints the folder that a run would load, for the recipes
+def print_start(load: str, ckpt_step: str | None = None) -> None:
+    """For the recipes: prints the folder of `start`, or why there is none, with exit code 2."""
     try:
-        print(iteration_folder(*start(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else None)))
+        print(iteration_folder(*start(load, None if ckpt_step is None else int(ckpt_step))))
     except ValueError as error:
-        sys.exit(str(error))
+        print(error)
+        sys.exit(2)

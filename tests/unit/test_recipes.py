@@ -332,3 +332,25 @@ def test_every_recipe_has_its_job(name):
     wanted = {f"--nodes={RECIPES[name][1]}", "--ntasks-per-node=8", "--gpus-per-node=8", f"--job-name={name}"}
     assert wanted | {"--requeue", "--signal=USR1@600", "--open-mode=append"} <= header
     assert lines[-1] == f'run_recipe examples/{name}.sh "$@"'
+
+
+@pytest.mark.parametrize("pointer", [None, "3", "soon"], ids=["lost", "stale", "unreadable"])
+def test_a_run_whose_pointer_is_lost_does_not_start_anew(box, pointer):
+    """SAVE holds iterations 3 and 6: the recipe goes on from there or says how."""
+    for iteration in (3, 6):
+        checkpoint(box / "save", iteration)
+    (box / "save" / "latest_checkpointed_iteration.txt").unlink()
+    if pointer is not None:
+        (box / "save" / "latest_checkpointed_iteration.txt").write_text(pointer)
+    done = bash(box, "glm5.2_32k_cp8.sh")
+    assert done.returncode == 2 and "--ckpt-step, for example 6" in done.stderr, done.stderr
+    assert not (box / "torchrun.args").exists()
+    _, config = launched(box, "glm5.2_32k_cp8.sh", "--ckpt-step", "6")
+    assert (config.checkpoint.load, config.checkpoint.ckpt_step) == (str(box / "save"), 6)
+
+
+def test_a_first_save_that_was_killed_before_its_pointer_is_no_checkpoint(box):
+    checkpoint(box / "save", 3)
+    (box / "save" / "latest_checkpointed_iteration.txt").unlink()
+    (box / "save" / "iter_0000003" / ".pending").touch()
+    assert launched(box, "glm5.2_32k_cp8.sh")[1].checkpoint.load == str(box / "base")
