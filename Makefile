@@ -1,5 +1,7 @@
 # Every target sets up first; see examples/setup.sh for which environment is used.
 SHELL := /bin/bash
+# More threads than idle cores make small models many times slower.
+export OMP_NUM_THREADS ?= 1
 .PHONY: setup test check
 
 setup:

@@ -43,6 +43,7 @@ def run(config: RunConfig) -> None:
     say(describe(config, config.logging.verbose))
     one_thread_on_a_cpu()
     # Importing torch takes a second or more: it happens here, after the flags are checked.
+    from megatron_glm.training.agreement import require_same_data
     from megatron_glm.training.checkpointing import load_checkpoint
     from megatron_glm.training.evaluate import evaluate
     from megatron_glm.training.initialize import build_chunks, choose_backend, initialize
@@ -55,6 +56,9 @@ def run(config: RunConfig) -> None:
     groups = initialize(config)
     once = once_per_node(groups.gloo_world)
     data = packed(config.data.data_path, config, once, log)
+    validates = config.data.valid_data_path and not config.train.eval_only
+    validation = packed(config.data.valid_data_path, config, once, log) if validates else None
+    require_same_data(groups.checkpoint, training=data, validation=validation)
     chunks = build_chunks(config, groups)
 
     if config.train.eval_only:
@@ -64,7 +68,6 @@ def run(config: RunConfig) -> None:
         log(f"eval | lm loss: {loss:.6f} | tokens: {tokens}")
         return
 
-    validation = packed(config.data.valid_data_path, config, once, log) if config.data.valid_data_path else None
     optimizer = build_optimizer(chunks, config.optimizer)
     progress = load_checkpoint(config, chunks, optimizer, groups, data)
     train(config, chunks, optimizer, data, validation, groups, progress)

@@ -37,6 +37,7 @@ def run(config: RunConfig) -> None:
     say(describe(config, config.logging.verbose))
     one_thread_on_a_cpu()
     # Importing torch takes a second or more: it happens here, after the flags are checked.
+    from megatron_glm.training.agreement import require_same_data
     from megatron_glm.training.checkpointing import load_checkpoint
     from megatron_glm.training.evaluate import evaluate
     from megatron_glm.training.initialize import build_chunks, choose_backend, initialize
@@ -47,6 +48,7 @@ def run(config: RunConfig) -> None:
     config = choose_backend(config)
     groups = initialize(config)
     data = datasets(config, groups)
+    require_same_data(groups.checkpoint, **data)
     chunks = build_chunks(config, groups)
 
     if config.train.eval_only:

@@ -5,6 +5,13 @@ Usage: python examples/compare_with_transformers.py --hf DIR --data-path FILE.js
 
 from __future__ import annotations
 
+import signal
+
+from megatron_glm import signals
+
+if __name__ == "__main__":
+    signals.install(signal.SIGINT)  # Ctrl-C: one line and exit code 130
+
 import argparse
 import json
 import sys

@@ -40,6 +40,13 @@ case ${SCALE:=full} in
     ;;
 esac
 
+# quoted WORD…: the words as they are written in a command.
+quoted() {
+  local words
+  printf -v words '%q ' "$@"
+  printf '%s' "${words% }"
+}
+
 # setting NAME DEFAULT: an environment variable, to be printed.
 setting() {
   local origin=""
@@ -134,7 +141,7 @@ check_checkpoint() {
     problems+=("$load holds no checkpoint. Set CHECKPOINT to a converted one, or download the model and convert it
   ($HF_MODEL-FP8 is half the size and does too):
     $download
-    python tools/convert_hf.py --from-hf hf/${HF_MODEL#*/} --save $load")
+    python tools/convert_hf.py --from-hf hf/${HF_MODEL#*/} --save $(quoted "$load")")
     return
   fi
   values_of --ckpt-step
@@ -147,7 +154,7 @@ print_start(*sys.argv[1:])' "$load" "${values[@]}"); then
   if [ "$program" = finetune_glm.py ] && [ ${#values[@]} = 0 ] && [ ! -e "$folder/hf/tokenizer.json" ]; then
     problems+=("$folder/hf/tokenizer.json is missing. Download the tokenizer and name its folder:
     $download tokenizer.json tokenizer_config.json chat_template.jinja
-    bash $0 --tokenizer-model hf/${HF_MODEL#*/}")
+    bash $(quoted "$0") --tokenizer-model hf/${HF_MODEL#*/}")
   fi
   check_model "$folder/hf/config.json"
 }
@@ -182,8 +189,9 @@ check_data() {
     if [ ! -e "$path" ] && ! compgen -G "$path" >/dev/null; then
       problems+=("$1 $path: no such data. Set ${variable//-/_} to JSONL or Parquet files, or download
   $HF_DATA:
-    pip install datasets && mkdir -p '$(dirname "$path")'
-    python -c \"import datasets; datasets.load_dataset('$HF_DATA', split='$2').to_json('$path')\"")
+    pip install datasets && mkdir -p $(quoted "$(dirname "$path")")
+    python -c \"import sys, datasets; datasets.load_dataset('$HF_DATA', split='$2').to_json(sys.argv[1])\" \\
+      $(quoted "$path")")
     fi
   done
 }
@@ -198,7 +206,7 @@ check_prefixes() {
   Megatron files, or download $HF_DATA and make them:
     hf download --repo-type dataset $HF_DATA --include '$HF_SPLIT' --local-dir 'data/${HF_DATA#*/}'
     hf download $HF_MODEL tokenizer.json tokenizer_config.json --local-dir hf/${HF_MODEL#*/}
-    python tools/preprocess_data.py --input 'data/${HF_DATA#*/}' --output-prefix '${path%_text_document}' \\
+    python tools/preprocess_data.py --input 'data/${HF_DATA#*/}' --output-prefix $(quoted "${path%_text_document}") \\
       --tokenizer-model hf/${HF_MODEL#*/} --append-eod")
     fi
   done
@@ -289,7 +297,7 @@ launch() {
     exit 2
   fi
 
-  say "  flags (later ones win): ${args[*]}"
+  say "  flags (later ones win): $(quoted "${args[@]}")"
   if [ -n "${SLURM_PROCID:-}" ]; then
     exec "$python" "$root/$program" "${args[@]}"
   fi

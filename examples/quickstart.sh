@@ -11,6 +11,7 @@ mkdir -p "${1:-quickstart_output}"
 out=$(cd "${1:-quickstart_output}" && pwd)
 cd "$(dirname "$0")/.."
 iterations=${QUICKSTART_ITERS:-100}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # more threads than idle cores make a small model many times slower
 
 if [ -n "$(ls -A "$out")" ] && [ ! -e "$out/.quickstart" ]; then
   echo "error: $out holds something else: name an empty folder or none" >&2
@@ -19,8 +20,17 @@ fi
 python=$(bash examples/setup.sh)
 rm -rf "$out"
 mkdir "$out" && touch "$out/.quickstart"
+quoted() { # the words as a command that can be copied
+  local words
+  printf -v words '%q ' "$@"
+  printf '%s' "${words% }"
+}
 step() { printf '\n[%s] %s\n' "$SECONDS s" "$*"; }
-chosen() { tee "$out/$1" | grep --line-buffered -E "^($2)"; } # all to a log file, the lines that matter to the screen
+# All to a log file, the lines that matter to the screen. Ctrl-C is for the program, which has more to say.
+chosen() {
+  trap '' INT
+  tee "$out/$1" | grep --line-buffered -E "^($2)"
+}
 
 step "make a model of glm5.2-tiny's shape and conversations about Python's standard library"
 "$python" examples/quickstart_data.py --save "$out"
@@ -32,8 +42,10 @@ step "fine-tune it for $iterations iterations"
 train=(finetune_glm.py --data-path "$out/train.jsonl" --valid-data-path "$out/valid.jsonl" --seq-length 256
   --micro-batch-size 2 --global-batch-size 4 --lr 4e-3 --lr-warmup-iters 4 --moe-router-bias-update-rate 0.01
   --save "$out/trained" --log-interval 10)
+lines="loaded|saved|leaving| validation|.*[.]jsonl:"
+if [ ! -t 2 ]; then lines+="| iteration"; fi # a terminal shows a bar
 "$python" "${train[@]}" --load "$out/base" --train-iters "$iterations" --log-file "$out/train.log.jsonl" \
-  | chosen train.log " (iteration|validation)|loaded|$out"
+  | chosen train.log "$lines"
 
 step "convert it back to the Hugging Face layout"
 "$python" tools/convert_hf.py --load "$out/trained" --to-hf "$out/hf_trained"
@@ -52,14 +64,14 @@ fi
 step "done"
 "$python" - "$out/train.log.jsonl" <<'SUMMARY'
 import json, sys
-log = [json.loads(line) for line in open(sys.argv[1])]
+log = [record for record in map(json.loads, open(sys.argv[1])) if "iteration" in record]
 middle = sorted(log, key=lambda record: record["tokens_per_second_per_gpu"])[len(log) // 2]
 memory = max(record.get("peak_memory_bytes", 0) for record in log)
 last = [record["lm_loss"] for record in log[-10:]]
 print(f"training loss    {log[0]['lm_loss']:.3f} -> {sum(last) / len(last):.3f} (mean of the last {len(last)} iterations)")
 print(f"validation loss  {log[-1]['valid_lm_loss']:.3f}")
-speed, rate = middle["tokens_per_second_per_gpu"], middle["tflops_per_gpu"]
-print(f"speed            {speed:.0f} tokens/s, {rate:.4f} TFLOP/s (median)")
+speed, rate = middle["tokens_per_second_per_gpu"], 1000 * middle["tflops_per_gpu"]
+print(f"speed            {speed:.0f} tokens/s, {rate:.2f} GFLOP/s (median)")
 print(f"memory           {memory / 2**30:.2f} GiB at the peak")
 SUMMARY
 cat <<END
@@ -67,6 +79,6 @@ checkpoint       $out/trained
 Hugging Face     $out/hf_trained
 log              $out/train.log, $out/train.log.jsonl
 Next, go on where it stopped:
-  cd $PWD
-  $python ${train[*]} --load $out/trained --train-iters $((2 * iterations))
+  cd $(quoted "$PWD")
+  $(quoted "$python" "${train[@]}" --load "$out/trained" --train-iters $((2 * iterations)))
 END

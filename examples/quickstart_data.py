@@ -6,6 +6,13 @@ chat dataset from the documentation strings of Python's standard library.
 
 from __future__ import annotations
 
+import signal
+
+from megatron_glm import signals
+
+if __name__ == "__main__":
+    signals.install(signal.SIGINT)  # Ctrl-C: one line and exit code 130
+
 import argparse
 import ast
 import json

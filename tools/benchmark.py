@@ -9,11 +9,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed, too
+
+from megatron_glm import signals  # noqa: E402
+
+if __name__ == "__main__":
+    signals.install(signal.SIGINT)  # Ctrl-C: one line and exit code 130
 
 from megatron_glm.config import PretrainDataConfig  # noqa: E402
 from megatron_glm.config.flags import Parser, build_parser  # noqa: E402

@@ -5,10 +5,16 @@ python tools/plan.py --nnodes 64 --nproc-per-node 8 --gpu-memory-gb 80 --hf-conf
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed, too
+
+from megatron_glm import signals  # noqa: E402
+
+if __name__ == "__main__":
+    signals.install(signal.SIGINT)  # Ctrl-C: one line and exit code 130
 
 from megatron_glm.config.flags import build_parser  # noqa: E402
 

@@ -10,10 +10,18 @@ import importlib.util
 import json
 import math
 import operator
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed, too
+
+from megatron_glm import signals  # noqa: E402
+
+if __name__ == "__main__":
+    signals.install(signal.SIGINT)  # Ctrl-C: one line and exit code 130
 
 COLUMNS = 1000  # points of a line: of a longer run, each is the mean of its share
 

@@ -27,6 +27,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed, too
 
+from megatron_glm import signals  # noqa: E402
+
+if __name__ == "__main__":
+    signals.install(signal.SIGINT)  # Ctrl-C: one line and exit code 130
+
 import numpy as np  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
@@ -300,9 +305,6 @@ def main() -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1 if isinstance(error, OSError) else 2
-    except KeyboardInterrupt:
-        print("error: interrupted; start it again to continue", file=sys.stderr)
-        return 1
     return 0
 
 

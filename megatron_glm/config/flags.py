@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from megatron_glm.launch import world_size
+
 from . import (
     CheckpointConfig,
     DataConfig,
@@ -171,13 +173,14 @@ def configured(flags: argparse.Namespace, data: DataSection = DataConfig) -> Run
     process group is made, and torch is not imported.
     """
     try:
+        ranks = world_size()
         if useless := [name for name in PLAN_FLAGS if name in flags]:
             raise ValueError(f"{flag_name(useless[0])} needs --dry-run")
         config = resolve(flags, data)
         if "check_data" in flags:
             config.data.check()  # nothing else of the run needs to be decided yet
         else:
-            config.check(int(os.environ.get("WORLD_SIZE", "1")))
+            config.check(ranks)
     except ValueError as error:
         refuse(str(error))
     print_always_so(flags)

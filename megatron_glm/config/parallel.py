@@ -37,6 +37,9 @@ class ParallelConfig(Section):
     recompute_granularity: Literal["none", "selective", "full"] = option(
         "none", "what the backward computes again instead of keeping"
     )
+    distributed_timeout_minutes: float = option(
+        10.0, "end the run when ranks wait for each other, and no rank has moved, for so long"
+    )
 
     def data_parallel_size(self, world_size: int) -> int:
         """Data-parallel ranks of `world_size` ranks; raises ValueError if the layout does not fit."""
@@ -64,6 +67,8 @@ class ParallelConfig(Section):
         require_multiple("intermediate_size", model.intermediate_size, tp_flag, tp)
         shared_width = model.n_shared_experts * model.moe_intermediate_size
         require_multiple("the width of the shared experts", shared_width, tp_flag, tp)
+        if self.distributed_timeout_minutes <= 0:
+            raise ValueError(f"--distributed-timeout-minutes is {self.distributed_timeout_minutes}; it must be above 0")
         self._check_dispatcher()
         self._check_pipeline(model.num_hidden_layers)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,10 @@ from torch.distributed import ProcessGroup
 
 from megatron_glm.config import ParallelConfig
 from megatron_glm.parallel.grid import GROUP_AXES, Grid
+
+# Of the group for checkpoints: a rank may wait for hours there, for one that reads or writes. The watchdog sees that
+# nothing moves, and a process that has ended closes its connections at once.
+NO_LIMIT = timedelta(days=30)
 
 
 class Edges(NamedTuple):
@@ -49,9 +54,12 @@ class ParallelGroups:
     ep_inter: ProcessGroup | None = None  # the ep ranks of equal index in their node; only with --expert-node-size
 
     @classmethod
-    def create(cls, parallel: ParallelConfig) -> ParallelGroups:
-        """Collective over all ranks of the initialised default group, whatever its size."""
-        world, rank = dist.group.WORLD, dist.get_rank()
+    def create(cls, parallel: ParallelConfig, host: ProcessGroup | None = None) -> ParallelGroups:
+        """Collective over all ranks of the initialised default group, whatever its size.
+
+        host: `host_group()`, if there is one already.
+        """
+        world, rank, timeout = dist.group.WORLD, dist.get_rank(), time_limit(parallel)
         grid = Grid.create(parallel, dist.get_world_size())
         known = {tuple(range(world.size())): world}
 
@@ -59,25 +67,36 @@ class ParallelGroups:
             all_ranks = [tuple(ranks) for ranks in grid.groups(name)]
             for ranks in all_ranks:  # every rank creates every group, in the same order
                 if ranks not in known:
-                    known[ranks] = dist.new_group(ranks)
+                    known[ranks] = dist.new_group(ranks, timeout=timeout)
             return known[next(ranks for ranks in all_ranks if rank in ranks)]
 
         nodes = ("ep_node", "ep_inter")
         names = [name for name in GROUP_AXES if name not in nodes or parallel.expert_node_size is not None]
         return cls(
             world=world,
-            gloo_world=world if dist.get_backend() == "gloo" else dist.new_group(backend="gloo"),
-            checkpoint=dist.new_group(backend="gloo"),
-            pp_forward=_edges(grid.ring_edges(), rank),
-            pp_backward=_edges([(after, before) for before, after in grid.ring_edges()], rank),
+            gloo_world=host or host_group(parallel),
+            checkpoint=dist.new_group(backend="gloo", timeout=NO_LIMIT),
+            pp_forward=_edges(grid.ring_edges(), rank, timeout),
+            pp_backward=_edges([(after, before) for before, after in grid.ring_edges()], rank, timeout),
             **{name: mine(name) for name in names},
         )
 
 
-def _edges(sender_receiver: list[tuple[int, int]], rank: int) -> Edges:
+def host_group(parallel: ParallelConfig) -> ProcessGroup:
+    """All ranks, for values in host memory. Collective; independent of the layout."""
+    world = dist.group.WORLD
+    return world if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=time_limit(parallel))
+
+
+def time_limit(parallel: ParallelConfig) -> timedelta:
+    """What a collective may take. The hang watchdog, which says more, comes a minute before."""
+    return timedelta(minutes=parallel.distributed_timeout_minutes + 1)
+
+
+def _edges(sender_receiver: list[tuple[int, int]], rank: int, timeout: timedelta) -> Edges:
     inbound = outbound = None
     for sender, receiver in sender_receiver:
-        group = dist.new_group(sorted({sender, receiver}))
+        group = dist.new_group(sorted({sender, receiver}), timeout=timeout)
         inbound = group if receiver == rank else inbound
         outbound = group if sender == rank else outbound
         if sender != receiver and rank in (sender, receiver):

@@ -328,17 +328,17 @@ def data_order(config: RunConfig, data: MicroBatches) -> dict[str, Any]:
     return settings | {"data": fingerprint(data)}
 
 
-def fingerprint(data: MicroBatches) -> str:
+def fingerprint(data: MicroBatches, packs: int = FINGERPRINT_PACKS) -> str:
     """CRC-32 of the first packs. All documents are shuffled, so that any other number or length of them changes it.
 
     The first packs of a blend say little about its weights and about rare parts: those count, too.
     """
     dataset, crc = data.dataset, 0
-    packs = (dataset.pack(index) for index in range(FINGERPRINT_PACKS))
+    chosen = (dataset.pack(index) for index in range(packs))
     if isinstance(dataset, Blend):
         crc = zlib.crc32(repr(dataset.weights).encode())
-        packs = itertools.chain(packs, (part.pack(0) for part in dataset.parts))
-    for pack in packs:
+        chosen = itertools.chain(chosen, (part.pack(0) for part in dataset.parts))
+    for pack in chosen:
         for ids, targets, *_ in pack:
             crc = zlib.crc32(targets.tobytes(), zlib.crc32(ids.astype(np.int32).tobytes(), crc))
     return f"{crc:08x}"

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_glm import signals
+from megatron_glm import launch, signals
 from megatron_glm.checkpoint import sharded
 from megatron_glm.config import RunConfig
 from megatron_glm.model.glm import GLMChunk
@@ -19,8 +19,10 @@ from megatron_glm.model.init import initialize_weights
 from megatron_glm.ops import backends
 from megatron_glm.parallel.fsdp import local, shard_chunk
 from megatron_glm.parallel.grid import check_layout
-from megatron_glm.parallel.groups import ParallelGroups
+from megatron_glm.parallel.groups import ParallelGroups, host_group, time_limit
 from megatron_glm.parallel.pipeline.layout import PipelineLayout, build_layout
+from megatron_glm.parallel.rendezvous import meet
+from megatron_glm.training.agreement import facts_of_run, require_same
 from megatron_glm.training.checkpointing import check_checkpoints, check_hf_files
 from megatron_glm.training.logging import log
 from megatron_glm.training.sinks import require_packages
@@ -38,10 +40,11 @@ def initialize(config: RunConfig) -> ParallelGroups:
     """Check the configuration, then start torch.distributed (torchrun, srun or one process) and make the groups.
 
     Raises:
-        ValueError: naming the flags, before any process group exists; or what --load and --save hold.
+        ValueError: naming the flags, before any process group exists; what --load and --save hold; or what differs
+            between the ranks, on all of them.
         OSError: if --save cannot be written, which would show after the weights are loaded, or at the first checkpoint.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = launch.world_size()
     config.check(world_size)
     require_packages(config.logging)
     micro_batches = config.micro_batches(config.parallel.data_parallel_size(world_size))
@@ -56,17 +59,22 @@ def initialize(config: RunConfig) -> ParallelGroups:
     kernels = config.kernels
     backends.check(kernels.attention_backend, config.model, config.parallel.tensor_model_parallel_size)
     backends.load(kernels.attention_backend, config.dense_rows, kernels.deterministic)
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # connect at the first message: else 2 x ranks descriptors each
     if not dist.is_initialized():
+        limit = time_limit(config.parallel)
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        if "RANK" in os.environ:
+        if world_size > 1:
             log(f"meeting {world_size} ranks at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}")
-            dist.init_process_group(backend)
-            signals.share(dist.distributed_c10d._get_default_store())
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        meeting = meet(limit)
+        dist.init_process_group(
+            backend, store=meeting.store, rank=meeting.rank, world_size=meeting.world_size, timeout=limit
+        )
+        signals.share(meeting.store)
+    host = host_group(config.parallel)
+    require_same(host, facts_of_run(config))
     torch.manual_seed(config.train.seed)
     log(f"{machine(world_size)}, torch {torch.__version__}, attention by {kernels.attention_backend}")
-    groups = ParallelGroups.create(config.parallel)
+    groups = ParallelGroups.create(config.parallel, host)
     sharded.together(groups.checkpoint, lambda: None, lambda _: check_hf_files(config))
     return groups
 

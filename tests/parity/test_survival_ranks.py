@@ -110,7 +110,7 @@ def under_srun(rank: int, folder: Path, port: int) -> None:
     """A process as srun starts it."""
     os.chdir(folder)
     os.environ |= {"SLURM_NTASKS": "2", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "MASTER_PORT": str(port)}
-    os.environ |= {"SLURM_STEP_NODELIST": "node[1-2]", "PATH": f"{folder}:{os.environ['PATH']}"}
+    os.environ |= {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "node[1-2]", "PATH": f"{folder}:{os.environ['PATH']}"}
     try:
         finetune(train_iters=2, save="srun", log_file="srun.jsonl")
     except BaseException:

@@ -134,7 +134,7 @@ def test_all_ranks_create_the_same_groups_in_the_same_order(monkeypatch, world, 
     """A rank that skips or swaps one `new_group`, or one first message over a pipeline edge, hangs the others."""
     created, connected = [], []
 
-    def new_group(ranks=None, backend=None):
+    def new_group(ranks=None, backend=None, timeout=None):
         created[-1].append((tuple(ranks or range(world)), backend))
         return FakeGroup(created[-1][-1][0])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from megatron_glm.checkpoint.hf_folder import SafetensorsFolder
+from megatron_glm.config.flags import build_parser
 from megatron_glm.config.model import ModelConfig
 from megatron_glm.data.finetuning import load_documents
 from megatron_glm.data.rows import RowSettings
@@ -29,7 +31,7 @@ def quickstart(folder: Path, iterations: int) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory) -> tuple[Path, str]:
-    folder = tmp_path_factory.mktemp("quickstart")
+    folder = tmp_path_factory.mktemp("quickstart") / "my quick's start"
     done = quickstart(folder, iterations=4)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder, done.stdout
@@ -42,6 +44,21 @@ def test_the_exported_model_has_the_same_loss_in_transformers(result):
     assert agreed and evaluated
     assert evaluated.groups() == (agreed[1], agreed[3])
     assert abs(float(agreed[1]) - float(agreed[2])) <= 1e-4
+
+
+def test_the_command_to_go_on_can_be_copied(result):
+    change, command = (line.strip() for line in result[1].split("Next, go on where it stopped:\n")[1].splitlines())
+    assert change == f"cd {shlex.quote(str(ROOT))}"
+    words = shlex.split(command)
+    assert words[:2] == [sys.executable, "finetune_glm.py"] and words[-4:-2] == ["--load", str(result[0] / "trained")]
+    assert build_parser().parse_args(words[2:]).data_path == (str(result[0] / "train.jsonl"),)
+
+
+def test_the_screen_says_what_goes_on(result):
+    lines = result[1].splitlines()
+    assert any(re.match(r" iteration +4/ +4 \|.* [MG]FLOP/s/GPU: (?!0.000)", line) for line in lines)
+    assert f"saved iteration 4 to {result[0] / 'trained'}" in lines
+    assert not re.search(r"\b0\.0+ [TGM]FLOP/s", result[1]) and not re.search(r"FLOP/s/GPU: 0\.000", result[1])
 
 
 def test_the_loss_falls(result):

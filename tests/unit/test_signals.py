@@ -18,11 +18,11 @@ LINE = {signal.SIGINT: "interrupted\n"}
 LINE |= {n: f"{n.name}: nothing is lost, start again\n" for n in (signal.SIGTERM, signal.SIGUSR1)}
 
 
-def start(code: str, *words: str, **environment: str) -> subprocess.Popen:
+def start(code: str, *words: str, cwd: Path | None = None, **environment: str) -> subprocess.Popen:
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
     command = [sys.executable, "-c", code, *words] if code else [sys.executable, *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
-    return subprocess.Popen(command, env=environment, text=True, **pipes)
+    return subprocess.Popen(command, cwd=cwd, env=environment, text=True, **pipes)
 
 
 def sent(program: subprocess.Popen, *numbers: int, until: str = "ready") -> tuple[int, str]:
@@ -100,3 +100,41 @@ def test_the_script_leaves_while_its_data_loads(tmp_path, number, code):
     program = start("", str(ROOT / "finetune_glm.py"), *flags, "--train-iters", "1", "--save", str(tmp_path / "out"))
     assert sent(program, number, until="rows.jsonl") == (code, LINE[number])
     assert not (tmp_path / "out").exists()
+
+
+BLOCK = """
+import importlib.abc, sys, time
+class Slow(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.split(".")[0] in ("numpy", "torch", "matplotlib", "transformers"):
+            print("ready", flush=True)
+            time.sleep(60)
+sys.meta_path.insert(0, Slow())
+"""
+PROGRAMS = {
+    "finetune_glm.py": "--hf-config glm5.2-tiny --data-path rows --seq-length 64 --train-iters 1",
+    "pretrain_glm.py": "--hf-config glm5.2-tiny --mock-data --seq-length 64 --train-iters 1",
+    "tools/convert_hf.py": "--from-hf . --save out",
+    "tools/preprocess_data.py": "--input rows --output-prefix out --tokenizer-model tokens",
+    "tools/plan.py": "--hf-config glm5.2-tiny --data-path rows --seq-length 64 --train-iters 1",
+    "tools/benchmark.py": "kernels",
+    "tools/plot_log.py": "log.jsonl",
+    "examples/quickstart_data.py": "--save out",
+    "examples/compare_with_transformers.py": "--hf . --data-path rows --loss 1",
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_an_interrupt_while_a_program_starts_is_one_line(program, tmp_path):
+    """Here it comes while the first slow package is imported."""
+    (tmp_path / "sitecustomize.py").write_text(BLOCK)
+    (tmp_path / "log.jsonl").write_text('{"iteration": 1}\n')
+    words = [str(ROOT / program), *PROGRAMS[program].split()]
+    begun = start("", *words, cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert sent(begun, signal.SIGINT) == (130, "interrupted\n")
+
+
+def test_every_program_is_among_those():
+    scripts = [path for folder in (".", "tools", "examples") for path in (ROOT / folder).glob("*.py")]
+    programs = {str(path.relative_to(ROOT)) for path in scripts if '__name__ == "__main__"' in path.read_text()}
+    assert programs - {"setup.py"} == PROGRAMS.keys()
