@@ -48,7 +48,7 @@ def run(config: RunConfig) -> None:
     from megatron_glm.training.evaluate import evaluate
     from megatron_glm.training.initialize import build_chunks, choose_backend, initialize
     from megatron_glm.training.logging import log
-    from megatron_glm.training.loop import batch_shape, train
+    from megatron_glm.training.loop import batch_shape, is_finished, train
     from megatron_glm.training.optimizer import build_optimizer
     from megatron_glm.training.turns import once_per_node
 
@@ -59,6 +59,8 @@ def run(config: RunConfig) -> None:
     validates = config.data.valid_data_path and not config.train.eval_only
     validation = packed(config.data.valid_data_path, config, once, log) if validates else None
     require_same_data(groups.checkpoint, training=data, validation=validation)
+    if not config.train.eval_only and is_finished(config, data):
+        return
     chunks = build_chunks(config, groups)
 
     if config.train.eval_only:

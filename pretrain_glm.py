@@ -42,16 +42,19 @@ def run(config: RunConfig) -> None:
     from megatron_glm.training.evaluate import evaluate
     from megatron_glm.training.initialize import build_chunks, choose_backend, initialize
     from megatron_glm.training.logging import log
-    from megatron_glm.training.loop import batch_shape, total_iterations, train
+    from megatron_glm.training.loop import batch_shape, is_finished, total_iterations, train
     from megatron_glm.training.optimizer import build_optimizer
 
     config = choose_backend(config)
     groups = initialize(config)
     data = datasets(config, groups)
     require_same_data(groups.checkpoint, **data)
+    finished = not config.train.eval_only and is_finished(config, data["train"])
+    if finished and "test" not in data:
+        return
     chunks = build_chunks(config, groups)
 
-    if config.train.eval_only:
+    if config.train.eval_only or finished:
         load_checkpoint(config, chunks, None, groups)
     else:
         optimizer = build_optimizer(chunks, config.optimizer)

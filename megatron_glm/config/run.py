@@ -55,6 +55,7 @@ class RunConfig:
                 f"--attention-backend {self.kernels.attention_backend} computes in bfloat16: give --bf16, or "
                 "--attention-backend torch"
             )
+        self._check_profile()
         self.data.check()
         if isinstance(self.data, PretrainDataConfig) and self.train.train_epochs is not None:
             raise ValueError(f"--train-epochs ({self.train.train_epochs}) is for fine-tuning: give --train-iters")
@@ -62,4 +63,11 @@ class RunConfig:
             raise ValueError(
                 f"--seq-length ({self.data.seq_length}) exceeds max_position_embeddings "
                 f"({self.model.max_position_embeddings})"
+            )
+
+    def _check_profile(self) -> None:
+        start, last = self.logging.profile_step_start, self.train.train_iters
+        if self.logging.profile and last is not None and start >= last:
+            raise ValueError(
+                f"--profile-step-start ({start}) is not below --train-iters ({last}): nothing would be recorded"
             )

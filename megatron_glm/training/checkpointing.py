@@ -244,15 +244,8 @@ def load_checkpoint(
     rectangles, progress = model_rectangles(chunks), Progress()
     what = "weights only"
     if optimizer is not None and (resumed := start_of_run(config)).iteration > 0:
-        state = run_state(folder, iteration)
-        for name, value in data_order(config, data).items():
-            if (was := state.get(name)) != value:
-                what = "on other data: its fingerprint is" if name == "data" else f"with {flag_name(name)}"
-                raise ValueError(
-                    f"{folder} was trained {what} {was}, this run has {value}; "
-                    "--finetune starts a new run from its weights"
-                )
-        progress = resumed
+        require_same_order(config, data)
+        state, progress = run_state(folder, iteration), resumed
         if not config.checkpoint.no_load_optim:
             what = "weights and optimizer"
             was, now = state.get("adam_moments_dtype", "fp32"), config.optimizer.adam_moments_dtype
@@ -264,6 +257,20 @@ def load_checkpoint(
     sharded.load(folder, iteration, rectangles, groups.checkpoint)
     log(f"loaded iteration {iteration} of {folder} ({what})")
     return progress
+
+
+def require_same_order(config: RunConfig, data: MicroBatches) -> None:
+    """Raises ValueError where --load would be resumed with other data, or with the same in another order."""
+    if start_of_run(config).iteration == 0:
+        return
+    folder, iteration = iterations.start(config.checkpoint.load, config.checkpoint.ckpt_step)
+    state = run_state(folder, iteration)
+    for name, value in data_order(config, data).items():
+        if (was := state.get(name)) != value:
+            what = "on other data: its fingerprint is" if name == "data" else f"with {flag_name(name)}"
+            raise ValueError(
+                f"{folder} was trained {what} {was}, this run has {value}; --finetune starts a new run from its weights"
+            )
 
 
 def start_of_run(config: RunConfig) -> Progress:

@@ -6,7 +6,6 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,8 +22,9 @@ from megatron_glm.parallel.groups import ParallelGroups, host_group, time_limit
 from megatron_glm.parallel.pipeline.layout import PipelineLayout, build_layout
 from megatron_glm.parallel.rendezvous import meet
 from megatron_glm.training.agreement import facts_of_run, require_same
-from megatron_glm.training.checkpointing import check_checkpoints, check_hf_files
+from megatron_glm.training.checkpointing import check_checkpoints, check_hf_files, start_of_run
 from megatron_glm.training.logging import log
+from megatron_glm.training.outputs import check_folders, check_sinks
 from megatron_glm.training.sinks import require_packages
 
 
@@ -42,15 +42,14 @@ def initialize(config: RunConfig) -> ParallelGroups:
     Raises:
         ValueError: naming the flags, before any process group exists; what --load and --save hold; or what differs
             between the ranks, on all of them.
-        OSError: if --save cannot be written, which would show after the weights are loaded, or at the first checkpoint.
+        OSError: if a file or folder of the flags cannot be written.
     """
     world_size = launch.world_size()
     config.check(world_size)
     require_packages(config.logging)
     micro_batches = config.micro_batches(config.parallel.data_parallel_size(world_size))
     check_layout(config.parallel, config.model, world_size, config.data.seq_length, micro_batches)
-    if config.checkpoint.save is not None:
-        require_writable(Path(config.checkpoint.save))
+    check_folders(config)
     if not config.train.eval_only:
         check_checkpoints(config)
     if torch.cuda.is_available():
@@ -76,6 +75,9 @@ def initialize(config: RunConfig) -> ParallelGroups:
     log(f"{machine(world_size)}, torch {torch.__version__}, attention by {kernels.attention_backend}")
     groups = ParallelGroups.create(config.parallel, host)
     sharded.together(groups.checkpoint, lambda: None, lambda _: check_hf_files(config))
+    if not config.train.eval_only:
+        start = start_of_run(config).iteration
+        sharded.together(groups.checkpoint, lambda: None, lambda _: check_sinks(config.logging, start))
     return groups
 
 
@@ -83,13 +85,6 @@ def machine(ranks: int) -> str:
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     threads = "" if torch.cuda.is_available() else f", OMP_NUM_THREADS={torch.get_num_threads()}"
     return f"{ranks} rank{'s' * (ranks > 1)} on {where}{threads}"
-
-
-def require_writable(folder: Path) -> None:
-    """Raises OSError unless the folder, or the nearest one above it that exists, can be written."""
-    exists = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not exists.is_dir() or not os.access(exists, os.W_OK):
-        raise OSError(f"--save {folder} cannot be written: {exists} is no writable folder; choose another one")
 
 
 @functools.cache

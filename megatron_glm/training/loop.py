@@ -18,7 +18,7 @@ from megatron_glm.data.packing import PackedBatch
 from megatron_glm.model.glm import GLMChunk
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.training.batch_size import batch_size, iterations_for, iterations_within
-from megatron_glm.training.checkpointing import Progress, Saver
+from megatron_glm.training.checkpointing import Progress, Saver, require_same_order, start_of_run
 from megatron_glm.training.evaluate import LeftOnSignal, evaluate
 from megatron_glm.training.logging import IterationLog, log
 from megatron_glm.training.lr import learning_rate
@@ -49,8 +49,6 @@ def train(
         SystemExit: after a signal and a save, with its exit code.
     """
     first, train_iters = progress.iteration, total_iterations(config, data, progress)
-    if first >= train_iters:
-        log(f"nothing to train: iteration {first} of {train_iters} is reached")
     skips = 0
     with (
         signals.noted(config.checkpoint.save is not None, groups.gloo_world.size()),
@@ -212,6 +210,19 @@ def batch_shape(
     train = config.train
     size = train.global_batch_size if consumed_samples is None else batch_size(train, consumed_samples)
     return size, train.micro_batch_size, groups.dp.rank(), groups.dp.size()
+
+
+def is_finished(config: RunConfig, data: MicroBatches) -> bool:
+    """Whether --load holds the last iteration already; it is logged. Nothing is loaded to find out.
+
+    Raises: ValueError if that run was trained on other data than `data`.
+    """
+    start = start_of_run(config)
+    require_same_order(config, data)
+    last = total_iterations(config, data, start)
+    if start.iteration >= last:
+        log(f"nothing to train: iteration {start.iteration} of {last} is reached")
+    return start.iteration >= last
 
 
 def total_iterations(config: RunConfig, data: MicroBatches, progress: Progress) -> int:

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import torch
 
@@ -62,41 +62,43 @@ def config_record(config: RunConfig, progress: Progress, groups: ParallelGroups)
     return {"kind": "config", **place, "torch": torch.__version__, "config": dataclasses.asdict(config)}
 
 
+RECORD_STARTS = (b'{"iteration": ', b'{"kind": "config", ')
+
+
+def end_of_records(file: BinaryIO, iteration: int) -> int:
+    """Bytes up to the first record after `iteration`, or up to a record that a kill left unfinished.
+
+    Raises: ValueError if the file holds something else, which must not be lost.
+    """
+    file.seek(0)
+    end = 0
+    for number, line in enumerate(file, 1):
+        if not line.endswith(b"\n") and any(line[: len(start)] == start[: len(line)] for start in RECORD_STARTS):
+            break
+        try:
+            record = json.loads(line)
+            config = record.get("kind") == "config"
+            later = record["from_iteration"] >= iteration if config else record["iteration"] > iteration
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"--log-file {file.name} exists, but its line {number} is no record of an iteration"
+            ) from error
+        if later:
+            break
+        end += len(line)
+    return end
+
+
 class JsonLines:
     """One JSON object a line: an iteration, or the configuration of those that follow.
 
     What a killed run wrote after its last checkpoint is cut off: it is done again.
     """
 
-    STARTS = (b'{"iteration": ', b'{"kind": "config", ')
-
     def __init__(self, path: Path, iteration: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.file = path.open("ab+")
-        self.file.truncate(self._end_of(iteration))
-
-    def _end_of(self, iteration: int) -> int:
-        """Bytes up to the first record after `iteration`, or up to a record that a kill left unfinished.
-
-        Raises: ValueError if the file holds something else, which must not be lost.
-        """
-        self.file.seek(0)
-        end = 0
-        for number, line in enumerate(self.file, 1):
-            if not line.endswith(b"\n") and any(line[: len(start)] == start[: len(line)] for start in self.STARTS):
-                break
-            try:
-                record = json.loads(line)
-                config = record.get("kind") == "config"
-                later = record["from_iteration"] >= iteration if config else record["iteration"] > iteration
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ValueError(
-                    f"--log-file {self.file.name} exists, but its line {number} is no record of an iteration"
-                ) from error
-            if later:
-                break
-            end += len(line)
-        return end
+        self.file.truncate(end_of_records(self.file, iteration))
 
     def write(self, record: dict[str, Any]) -> None:
         self.file.write(json.dumps(record).encode() + b"\n")

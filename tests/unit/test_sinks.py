@@ -146,6 +146,10 @@ def test_weights_and_biases_keeps_the_run_over_restarts(run, monkeypatch):
         Error = RuntimeError
 
         @staticmethod
+        def login():
+            calls.append("login")
+
+        @staticmethod
         def init(**arguments):
             calls.append(arguments)
             return Run()
@@ -187,7 +191,7 @@ def test_a_profile_that_cannot_be_written_ends_the_run_before_it_begins(run):
     Path("file").write_text("")
     with pytest.raises(OSError, match="file"):
         run(train_iters=3, profile=True, profile_step_start=2, profile_step_end=3, profile_dir="file", log_file="l")
-    assert json_log("l") == []
+    assert not Path("l").exists()
 
 
 def plot(*words: str) -> subprocess.CompletedProcess:
