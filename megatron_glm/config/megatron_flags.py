@@ -183,6 +183,9 @@ NO_CAPACITY = "no expert has a capacity: every token reaches its experts"
 FROZEN_INDEXER = "the indexer is frozen"
 ONLY_SUMS = "gradients are summed in fp32 and divided by the whole step's count of tokens"
 TIMED = "no such line in the log; --profile records every kernel"
+SHAPE = "the model has no such part"
+ONE_FORMAT = "checkpoints have one format and no such setting"
+TOKENIZER = "a tokenizer is read as its files are"
 NOT_HERE = {
     "--tokenizer-model": ".bin and .idx files hold token ids, no tokenizer is read",
     "--group-query-attention": "the attention is latent (MLA), each head has its own keys",
@@ -229,7 +232,6 @@ NOT_HERE = {
     "--overlap-cpu-optimizer-d2h-h2d": NO_OFFLOAD,
     "--optimizer-offload-fraction": NO_OFFLOAD,
     "--cpu-offloading": NO_OFFLOAD,
-    "--cpu-offloading-num-layers": NO_OFFLOAD,
     "--fine-grained-activation-offloading": NO_OFFLOAD,
     "--overlap-param-gather-with-optimizer-step": "weights are gathered at the first forward",
     "--ddp-bucket-size": "a layer's weights are one bucket",
@@ -275,7 +277,7 @@ NOT_HERE = {
     "--yaml-cfg": "settings are flags; a script holds them in arrays, as in examples/",
 }
 
-# Refused with every flag that begins so.
+# Refused with every flag that begins so and is no misspelling; the longest beginning counts.
 FAMILIES = {
     "--fp8": NO_FP8,
     "--fp4": NO_FP8,
@@ -305,6 +307,50 @@ FAMILIES = {
     "--bert-": "the model is a decoder",
     "--vision-": "the model reads text",
     "--dino-": "the model reads text",
+    "--mhc-": SHAPE,
+    "--linear-": SHAPE,
+    "--gdp-": SHAPE,
+    "--qk-clip": SHAPE,
+    "--heterogeneous-": SHAPE,
+    "--ckpt-": ONE_FORMAT,
+    "--dist-ckpt-": ONE_FORMAT,
+    "--async-": ONE_FORMAT,
+    "--non-persistent-": ONE_FORMAT,
+    "--cpu-offloading-": NO_OFFLOAD,
+    "--fine-grained-offloading-": NO_OFFLOAD,
+    "--moe-paged-stash": NO_OFFLOAD,
+    "--moe-routing-trace-": TIMED,
+    "--otel-": TIMED,
+    "--app-tag-": TIMED,
+    "--fim-": "documents are read from left to right",
+    "--tokenizer-": TOKENIZER,
+    "--tiktoken-": TOKENIZER,
+    "--null-tokenizer-": TOKENIZER,
+    "--logits-": "there is no distillation",
+    "--kitchen-": NO_FP8,
+    "--soap-": "AdamW is the only optimizer yet",
+    "--lion-": "AdamW is the only optimizer yet",
+    "--adaptive-muon-": "AdamW is the only optimizer yet",
+    "--gtp-": "weights are sharded by --reshard-after-forward and --reshard-experts-after-forward",
+    "--fsdp-": "weights are sharded by --reshard-after-forward and --reshard-experts-after-forward",
+    "--megatron-fsdp-": "weights are sharded by --reshard-after-forward and --reshard-experts-after-forward",
+    "--flight-recorder-": "torch's flight recorder is set by the environment (TORCH_NCCL_TRACE_BUFFER_SIZE)",
+    "--error-injection-": "a job is started again as a whole; it goes on from --load",
+    "--rerun-": "a job is started again as a whole; it goes on from --load",
+    "--ft-": "a job is started again as a whole; it goes on from --load",
+    "--actor-": "there is no reinforcement learning",
+    "--ict-": "the model is a decoder",
+    "--retriever-": "the model is a decoder",
+    "--biencoder-": "the model is a decoder",
+    "--encoder-": "the model is a decoder",
+    "--decoder-": "the model is a decoder, of --num-layers and --seq-length",
+    "--mtp-": "the MTP layer is held and saved, not trained",
+    "--moe-": "the router and the dispatch have no such setting",
+    "--ddp-": ONLY_SUMS,
+    "--nccl-": "NCCL reads its environment variables",
+    "--log-": "the log has no such line (docs/logs.md)",
+    "--tensorboard-": "--tensorboard-dir is all that is set",
+    "--pytorch-profiler-": "--profile records shapes, kernels and the host",
 }
 
 # torchrun's; they stand before the script's name. (--nnodes and --nproc-per-node are also flags of a dry run.)

@@ -92,10 +92,11 @@ def verdict(flag: Flag, known: Known) -> Verdict:
         return Verdict(flag, ABSENT_HERE, text)
     if name in LAUNCHER:
         return Verdict(flag, ABSENT_HERE, "a flag of torchrun, whose flags come before the name of the script")
-    if (family := next((prefix for prefix in FAMILIES if name.startswith(prefix)), None)) is not None:
+    if near := nearest(name, known.takes_value):
+        return Verdict(flag, UNKNOWN, f"did you mean {near}?")
+    if family := max((prefix for prefix in FAMILIES if name.startswith(prefix)), key=len, default=None):
         return Verdict(flag, ABSENT_HERE, FAMILIES[family])
-    near = nearest(name, known.takes_value)
-    return Verdict(flag, UNKNOWN, f"did you mean {near}?" if near else "")
+    return Verdict(flag, UNKNOWN)
 
 
 def _own(flag: Flag, known: Known) -> Verdict:
