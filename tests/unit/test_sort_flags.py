@@ -19,7 +19,7 @@ TINY = "--hf-config glm5.2-tiny --data-path rows.jsonl --train-iters 10 --seq-le
 
 # The flags of Megatron's DeepSeek-V3 examples, those of the functional tests and of slime's GLM-5 added.
 DEEPSEEK_V3 = """
---tensor-model-parallel-size 1 --pipeline-model-parallel-size 4
+--distributed-timeout-minutes 60 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 4
 --pipeline-model-parallel-layout Et*3|(tt|)*29mL --expert-model-parallel-size 64 --context-parallel-size 1
 --expert-tensor-parallel-size 1 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
 --use-mcore-models --sequence-parallel --use-flash-attn --disable-bias-linear --micro-batch-size 1
