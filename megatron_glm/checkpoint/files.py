@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..config.source import require_content
+from ..config.source import require_whole
 
 UNFINISHED = ".tmp"  # the ending of a folder or file that is not yet, or no longer, whole
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
@@ -141,9 +141,9 @@ def side_files(folder: Path) -> list[Path]:
 
 
 def check_side_files(folder: Path) -> None:
-    """Raises ValueError naming a file of `side_files` that is a link to nothing or a Git LFS pointer."""
+    """Raises ValueError naming a file of `side_files` that is a link to nothing, a Git LFS pointer or no JSON."""
     for path in side_files(folder):
-        require_content(folder / path)
+        require_whole(folder / path)
 
 
 def copy_side_files(source: Path, target: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from ..config.quantization import refuse_files
 from ..config.source import describe, require_content, require_folder, unique
-from .files import visible_files
+from .files import check_side_files, visible_files
 from .safetensors_io import INDEX_NAME, SINGLE_NAME, Entry, read_header
 
 SHARD = re.compile(r".*-\d+-of-\d+\.safetensors")
@@ -33,8 +33,8 @@ FORMATS = (
 def check_folder(folder: Path) -> None:
     """Refuses a folder that is no Hugging Face model, or holds a file that is not whole.
 
-    Raises: ValueError naming the file: a link to nothing or a Git LFS pointer, whichever file it stands for; adapters
-    instead of weights, or beside them; the config of a quantisation that is not read.
+    Raises: ValueError naming the file: a link to nothing or a Git LFS pointer, whichever file it stands for; a .json
+    file that is none; adapters instead of weights, or beside them; the config of a quantisation that is not read.
     """
     require_folder(folder)
     config = folder / "config.json"
@@ -42,6 +42,7 @@ def check_folder(folder: Path) -> None:
         raise ValueError(f"{folder} holds no config.json{describe(folder)}")
     for file in visible_files(folder):
         require_content(folder / file)
+    check_side_files(folder)
     for name in ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"):
         if (folder / name).is_file():
             raise ValueError(f"{folder / name} is of an adapter: merge it into its base model first")
@@ -153,6 +154,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise ValueError(f"{index} is not a safetensors index: it has no weight_map from tensors to files")
     if not weight_map:
         raise ValueError(f"{index} is not a safetensors index: its weight_map is empty")
+    weight_map = {key: str(Path(name)) for key, name in weight_map.items()}  # without ./
     for key, name in weight_map.items():
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"{index} places {key} in {name}, outside its folder")

@@ -54,7 +54,7 @@ NEUTRAL = """
     head_dim layer_types use_cache ep_size pretraining_tp index_share_for_mtp_iteration
     _name_or_path name_or_path _commit_hash transformers_version auto_map tokenizer_class prefix
     _attn_implementation attn_implementation _attn_implementation_autoset experts_implementation
-    _experts_implementation use_bfloat16 torchscript tf_legacy_loss
+    _experts_implementation use_bfloat16 torchscript tf_legacy_loss unsloth_fixed unsloth_version
     bos_token_id sep_token_id cls_token_id mask_token_id unk_token_id decoder_start_token_id
     return_dict output_hidden_states output_attentions tie_last_hidden_states
     id2label label2id num_labels problem_type finetuning_task task_specific_params

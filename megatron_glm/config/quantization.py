@@ -41,7 +41,8 @@ def weight_block(raw: dict[str, Any], path: Path) -> tuple[int, int]:
         raise ValueError(f"{path}: quantization_config must be an object, not {quantization!r}")
     for name, value in quantization.items():
         if name not in NEUTRAL and value not in SERVED.get(name, ()):
-            raise ValueError(_refusal(f"{path}: quantization_config", quantization, f"{name} is {value!r}"))
+            detail = f" ({name} is {value!r})" if quantization.get("quant_method") == "fp8" else ""
+            raise ValueError(_refusal(f"{path}: quantization_config", quantization, detail))
     block = quantization.get("weight_block_size", EXPORT_BLOCK)
     if not isinstance(block, list | tuple) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
         raise ValueError(f"{path}: weight_block_size must be two whole numbers of at least 1, not {block}")
@@ -57,7 +58,6 @@ def refuse_files(folder: Path) -> None:
 
 def _refusal(where: str, content: Any, detail: str = "") -> str:
     found = list(dict.fromkeys(_words(content))) or ["of an unknown format"]
-    detail = f" ({detail})" if detail and detail.split()[0] != "quant_method" else ""
     return (
         f"{where} says that the weights are quantised: {', '.join(found)}{detail}. Read are bfloat16, float16, float32 "
         "and FP8 with a scale for each block (quant_method fp8): take the model in one of them"

@@ -101,6 +101,17 @@ def require_content(path: Path) -> Path:
     return path
 
 
+def require_whole(path: Path) -> Path:
+    """`require_content`, and of a .json file that it is JSON: a download that was interrupted seldom is."""
+    require_content(path)
+    if path.suffix == ".json":
+        try:
+            json.loads(path.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: not JSON: {error}") from error
+    return path
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; a key that is null counts as absent, at any depth.
 

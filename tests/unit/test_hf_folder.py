@@ -211,6 +211,11 @@ REFUSED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "dangling config": (dangling("config.json"), ["config.json is a link to"]),
     "dangling tokenizer": (dangling("tokenizer.json"), ["tokenizer.json is a link to"]),
     "dangling folder": (dangling("additional_chat_templates"), ["additional_chat_templates is a link to"]),
+    "tokenizer cut off": (
+        lambda f: (f / "tokenizer.json").write_text('{"model": {"vocab"'),
+        ["tokenizer.json: not JSON"],
+    ),
+    "empty file": (lambda f: (f / "generation_config.json").write_text(""), ["generation_config.json: not JSON"]),
     "pointer in a folder": (pointer("additional/other.jinja"), ["additional/other.jinja is a Git LFS pointer"]),
 } | {
     f"pointer {name}": (pointer(name), [f"{name} is a Git LFS pointer", "git lfs pull"])
@@ -235,6 +240,7 @@ def test_weights_outside_the_index_are_read(folder: Path):
     tensors = hf_folder.read_folder(folder)
     move(folder, MTP, "mtp.safetensors")
     move(folder, NORM, "late/norm.safetensors")
+    edit(folder / INDEX, lambda index: index.update(weight_map={k: f"./{v}" for k, v in index["weight_map"].items()}))
     convert.Import(hf.HFCheckpoint(folder), folder.parent / "ckpt").write(Run())
     export = convert.Export(folder.parent / "ckpt" / "iter_0000000")
     export.write(folder.parent / "back", Run())

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_glm.config.source import PRESET_FOLDER
 from megatron_glm.launch import one_line_errors
 from megatron_glm.ops import backends
 from tests.finetune import finetune, keep_default_group, write_rows
@@ -52,6 +53,20 @@ def damaged() -> None:
     os.truncate(file, file.stat().st_size // 2)
 
 
+def hf_config(**changes: object) -> None:
+    """The preset's config.json in `hf`, with changes."""
+    Path("hf").mkdir()
+    content = json.loads((PRESET_FOLDER / "glm5.2-tiny.json").read_text()) | changes
+    Path("hf/config.json").write_text(json.dumps(content))
+
+
+def pointer() -> None:
+    hf_config()
+    Path("hf/tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 1\n")
+
+
+NVFP4 = {"quant_algo": "NVFP4", "quant_method": "modelopt"}
+YARN = {"rope_theta": 8e6, "type": "yarn", "factor": 40}
 CHATS = {"tokenizer_model": "hf", "train_iters": 1}
 
 # name: exit code, flags besides those of tests/finetune.py, ranks, what is done before
@@ -76,6 +91,12 @@ CASES: dict[str, tuple[int, dict, int, Callable[[], None] | None]] = {
     "hybrid": (2, {"moe_token_dispatcher_type": "hybrid", "train_iters": 1}, 1, None),
     "bf16": (2, {"attention_backend": "cudnn", "train_iters": 1}, 1, None),
     "packages": (2, SERVED | {"attention_backend": "tilelang", "bf16": True, "train_iters": 1}, 1, None),
+    "a name of the hub": (2, {"preset": "zai-org/GLM-5.2", "train_iters": 1}, 1, None),
+    "scaled positions": (2, {"preset": "hf", "train_iters": 1}, 1, lambda: hf_config(rope_parameters=YARN)),
+    "an unknown key": (2, {"preset": "hf", "train_iters": 1}, 1, lambda: hf_config(sliding_window=4096)),
+    "another format": (2, {"preset": "hf", "train_iters": 1}, 1, lambda: hf_config(quantization_config=NVFP4)),
+    "a pointer": (2, {"preset": None, "load_hf": "hf", "train_iters": 1}, 1, pointer),
+    "fewer layers": (2, {"load": "tuned", "train_iters": 4, "num_layers": 2}, 1, trained),
     "no checkpoint": (2, {"load": "run/base", "train_iters": 1}, 1, None),
     "another model": (2, {"preset": "glm5", "load": "tuned", "train_iters": 1}, 1, trained),
     "another order": (2, {"load": "tuned", "train_iters": 4, "seq_length": 32}, 1, trained),
