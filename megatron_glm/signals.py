@@ -30,7 +30,7 @@ POLL = 1.0  # seconds between looks at what other ranks have received
 KEY = "megatron_glm/signal"  # in the store: the signal that ended the start of some rank
 
 received: list[int] = []  # in this training, or the one that ended the program
-_collecting = False  # `noted` is active: a signal is an entry of `received` and nothing else
+_collecting = ""  # what the loop does after the step; empty outside of it: a signal ends the program
 _leaving = False  # the main thread was asked to leave
 _store: Any = None  # of all ranks, until training begins
 _wake = -1  # what the thread reads the other end of
@@ -67,7 +67,7 @@ def noted(save: bool, ranks: int = 1) -> Iterator[list[int]]:
     numbers = HANDLED if save else (signal.SIGINT,)
     before = {number: signal.getsignal(number) for number in HANDLED}
     received.clear()
-    _store, _collecting = None, save or ranks > 1
+    _store, _collecting = None, "saving" if save else "leaving" if ranks > 1 else ""
     for number in HANDLED:
         signal.signal(number, _handle if number in numbers else signal.SIG_DFL)
     try:
@@ -76,7 +76,7 @@ def noted(save: bool, ranks: int = 1) -> Iterator[list[int]]:
         received.clear()  # they have done what they can
         raise
     finally:
-        _collecting = False
+        _collecting = ""
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: it was not set from Python
 
@@ -86,7 +86,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
     received.append(number)
     if _collecting:
         if number == signal.SIGINT:
-            _say("interrupted: leaving after this step, saved if there is --save; again stops at once")
+            _say(f"interrupted: {_collecting} after this step; again stops at once")
     elif not _leaving:
         _leaving = True
         _say(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,15 @@ def unit_of(operations: float) -> tuple[float, str]:
     return next((unit for unit in units if operations >= unit[0] / 10), units[-1])
 
 
+def screen_size() -> tuple[int, int]:
+    """Columns and lines of the terminal; 80 x 24 where it does not know them: tqdm would take 0 x 0 and show nothing."""
+    try:
+        size = os.get_terminal_size(sys.stderr.fileno())
+    except OSError:
+        return 80, 24
+    return size.columns or 80, size.lines or 24
+
+
 class IterationLog:
     """Reports iterations: a line every --log-interval of them, a record of each to the sinks.
 
@@ -46,8 +56,15 @@ class IterationLog:
         # Records, seconds, tokens and flops of the iterations since the last line
         self.window: list[tuple[dict[str, Any], float, int, int]] = []
         hidden = dist.get_rank() != 0 or not sys.stderr.isatty() or first >= train_iters
+        columns, lines = screen_size()
         self.bar = tqdm(
-            desc="training", unit="step", total=train_iters, initial=first, disable=hidden, dynamic_ncols=True
+            desc="training",
+            unit="step",
+            total=train_iters,
+            initial=first,
+            disable=hidden,
+            ncols=columns,
+            nrows=lines,
         )
         self.lines = hidden or not sys.stdout.isatty()
 

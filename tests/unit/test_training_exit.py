@@ -79,7 +79,7 @@ def test_an_interrupt_saves_and_exits_130(run, before_step, capfd):
     assert exit_code(run, train_iters=4, save="out") == signals.INTERRUPTED == 130
     assert saved("out") == [2] and signal.getsignal(signal.SIGINT) == signal.default_int_handler
     lines = capfd.readouterr()
-    assert lines.err == "interrupted: leaving after this step, saved if there is --save; again stops at once\n"
+    assert lines.err == "interrupted: saving after this step; again stops at once\n"
     assert lines.out.endswith("leaving after iteration 2\nsaved iteration 2 to out\n")
 
 
