@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from megatron_glm.training.sinks import Sink
 
 
+BAR = "{desc} {n_fmt}/{total_fmt} |{bar:8}| {elapsed}<{remaining}{postfix}"  # fits 80 columns
+
+
 def log(message: str) -> None:
     """One line (or more) on standard output, from the first rank only."""
     if dist.get_rank() if dist.is_initialized() else not is_first_rank():
@@ -36,7 +39,7 @@ def unit_of(operations: float) -> tuple[float, str]:
 
 
 def screen_size() -> tuple[int, int]:
-    """Columns and lines of the terminal; 80 x 24 where it does not know them: tqdm would take 0 x 0 and show nothing."""
+    """Columns and lines of the terminal; 80 x 24 where it does not know them: with 0 x 0 tqdm shows nothing."""
     try:
         size = os.get_terminal_size(sys.stderr.fileno())
     except OSError:
@@ -59,7 +62,7 @@ class IterationLog:
         columns, lines = screen_size()
         self.bar = tqdm(
             desc="training",
-            unit="step",
+            bar_format=BAR,
             total=train_iters,
             initial=first,
             disable=hidden,

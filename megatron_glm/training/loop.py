@@ -120,9 +120,8 @@ def leave(saver: Saver, progress: Progress, requests: Requests) -> None:
     take as much of the little time again.
     """
     log(f"leaving after iteration {progress.iteration}")
-    if requests.exit_code and requests.saving:
-        saver.wait()
-    if not (requests.exit_code and requests.saving) or saver.saved is None:
+    saver.wait()
+    if not (requests.exit_code and requests.saving) or saver.saved is None:  # None: that save has failed
         saver.save(progress)
         saver.wait()
     if requests.exit_code:
