@@ -14,11 +14,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from megatron_glm.torch_private import private
+
+TorchDispatchMode, tree_leaves, tree_map_only, without_key, view_key, grouped_mm, _ = private(
+    __name__,
+    "torch.utils._python_dispatch.TorchDispatchMode",
+    "torch.utils._pytree.tree_leaves",
+    "torch.utils._pytree.tree_map_only",
+    "torch._C._SetExcludeDispatchKeyGuard",
+    "torch._C.DispatchKey.ADInplaceOrView",
+    "torch.ops.aten._grouped_mm.default",
+    "torch.Tensor._version",
+)
 
 # No view, which would hold on to a weight that FSDP has gathered.
-PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten._grouped_mm.default)
+PRODUCTS = (torch.ops.aten.mm.default, grouped_mm)
 
 
 class Kept:
@@ -59,7 +70,7 @@ _kept: ContextVar[Kept | None] = ContextVar("kept", default=None)
 
 def _alias(tensor: Tensor) -> Tensor:
     """Another handle of the same memory, outside any graph, with the same counter of changes in place."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # off in a dispatch mode
+    with without_key(view_key, False):  # off in a dispatch mode
         return tensor.detach()
 
 

@@ -14,16 +14,22 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from megatron_glm.config import ParallelConfig
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.masters import WholeWeights, keep_totals
 from megatron_glm.parallel.shard import Rectangle, ShardInfo
+from megatron_glm.torch_private import private
+
+flatten, unflatten, shape_and_offset = private(
+    __name__,
+    "torch._utils._flatten_dense_tensors",
+    "torch._utils._unflatten_dense_tensors",
+    "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
+)
 
 
 def shard_chunk(chunk: nn.Module, groups: ParallelGroups, parallel: ParallelConfig, bf16: bool) -> None:
@@ -145,9 +151,9 @@ def reduce_partial_gradients(chunks: list[nn.Module]) -> None:
                 if group.size() > 1:
                     by_group.setdefault(group, []).append(local(parameter.grad))
     for group, gradients in by_group.items():
-        flat = _flatten_dense_tensors(gradients)
+        flat = flatten(gradients)
         dist.all_reduce(flat, group=group)
-        for gradient, summed in zip(gradients, _unflatten_dense_tensors(flat, gradients), strict=True):
+        for gradient, summed in zip(gradients, unflatten(flat, gradients), strict=True):
             gradient.copy_(summed)
 
 
@@ -163,7 +169,7 @@ def rectangle(name: str, tensor: Tensor, info: ShardInfo) -> Rectangle:
     """
     offsets = list(info.offsets)
     if isinstance(tensor, DTensor):
-        _, inner = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        _, inner = shape_and_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         offsets = [outer + offset for outer, offset in zip(offsets, inner, strict=True)]
     data = local(tensor).detach()
     if data.dim():

@@ -15,6 +15,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from megatron_glm.torch_private import private
+
+FSDP = "torch.distributed.fsdp._fully_shard"
+private(
+    __name__,
+    "torch.Tensor._version",
+    "torch.Tensor.grad_dtype",
+    "torch.nn.Module._parameters",
+    "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
+    f"{FSDP}._fsdp_state.FSDPState._fsdp_param_group",
+    f"{FSDP}._fsdp_param_group.FSDPParamGroup.fsdp_params",
+    f"{FSDP}._fsdp_param.FSDPParam._unsharded_param",
+    f"{FSDP}._fsdp_param.FSDPParam.unsharded_accumulated_grad",
+)
+
 
 class Total(NamedTuple):
     """The fp32 sum of a weight's gradients: an attribute of its owner, None until the first one of a step."""

@@ -15,6 +15,9 @@ from torch.distributed import ProcessGroup
 from megatron_glm.parallel.collectives import gather_rows, scatter_sum_rows, sum_over
 from megatron_glm.parallel.masters import Total, add_product, embedding, total_of
 from megatron_glm.parallel.shard import ShardInfo
+from megatron_glm.torch_private import private
+
+assert_async = private(__name__, "torch._assert_async")
 
 IGNORE = -100  # label of a position without loss
 
@@ -115,7 +118,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_loss: Tensor):
-        torch._assert_async(grad_loss == 1, "a factor of the loss goes into the head's scale")
+        assert_async(grad_loss == 1, "a factor of the loss goes into the head's scale")
         if ctx.addend is not None:
             ctx.total.add(ctx.addend)
         gradients = ctx.gradients

@@ -16,6 +16,11 @@ from megatron_glm.config import OptimizerConfig
 from megatron_glm.parallel.fsdp import local
 from megatron_glm.parallel.masters import held_copy
 from megatron_glm.parallel.shard import ShardInfo
+from megatron_glm.torch_private import private
+
+foreach_mul_, foreach_add_, foreach_norm = private(
+    __name__, "torch._foreach_mul_", "torch._foreach_add_", "torch._foreach_norm"
+)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -48,7 +53,7 @@ class AdamW(torch.optim.AdamW):
             parameters = [parameter for parameter in parameters if held_copy(parameter) is None]
         else:
             if scale != 1.0:
-                torch._foreach_mul_([local(parameter.grad) for parameter in parameters], scale)
+                foreach_mul_([local(parameter.grad) for parameter in parameters], scale)
             self._step_on_cpu([self.state[parameter] for parameter in parameters])
         # the change is unknown to autograd; who holds a copy that does not follow asks for its master's version
         increment_version(parameters)
@@ -66,7 +71,7 @@ class AdamW(torch.optim.AdamW):
 
         states = [self.state[parameter] for parameter in parameters]
         if states:
-            torch._foreach_add_([state["step"] for state in states], 1)
+            foreach_add_([state["step"] for state in states], 1)
         for parameter, state in zip(parameters, states, strict=True):
             tensors = (local(x) for x in (parameter, parameter.grad, *(state[moment] for moment in MOMENTS)))
             rate, decay, betas, eps = (group[name] for name in ("lr", "weight_decay", "betas", "eps"))
@@ -126,7 +131,7 @@ def gradient_squares(chunks: Sequence[nn.Module]) -> tuple[list[str], Tensor]:
         return names, torch.zeros(0, dtype=torch.float64, device=device)
     # On a CPU torch adds the squares one after the other: in fp32 the norm of 1e7 elements was off by 4e-4.
     dtype = torch.float32 if gradients[0].is_cuda else torch.float64
-    squares = torch.stack(torch._foreach_norm(gradients, dtype=dtype)).double().square()
+    squares = torch.stack(foreach_norm(gradients, dtype=dtype)).double().square()
     return names, squares * torch.tensor(weights, dtype=torch.float64, device=squares.device)
 
 

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_glm.data.cache import WAIT_SECONDS, Once
+from megatron_glm.torch_private import private
 from megatron_glm.training.logging import log
+
+get_default_store = private(__name__, "torch.distributed.distributed_c10d._get_default_store")
 
 _turns = itertools.count()  # equal on all ranks: each turn has keys of its own in the store
 
@@ -36,7 +38,7 @@ def once_per_node(group: ProcessGroup) -> Once:
     mine = first_ranks[hosts[group.rank()]]
 
     def once(work: Any) -> Any:
-        store, turn = _get_default_store(), next(_turns)
+        store, turn = get_default_store(), next(_turns)
         keys = {rank: f"megatron_glm/turn-{turn}/rank-{rank}" for rank in first_ranks.values()}
         error = None
         if group.rank() == mine:

@@ -24,7 +24,8 @@ def doctor(monkeypatch):
     import doctor
 
     monkeypatch.setattr(packages, "installed_torch", lambda: ("2.11.0+cu130", "13.0"))
-    monkeypatch.setattr(doctor.packages, "no_wheels", lambda: None)
+    monkeypatch.setattr(packages, "no_wheels", lambda: None)
+    monkeypatch.setattr(packages, "rivals", lambda chosen: [])
     monkeypatch.setattr(doctor.signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["doctor.py"])
     return doctor

@@ -24,7 +24,13 @@ ALLOWED = {
     "training": CONFIG | {"parallel", "ops", "model", "data", "checkpoint", "training"},
 }
 # top-level modules that belong to a part
-MODULE_PARTS = {"flops": "config", "launch": "config", "packages": "config", "signals": "config"}
+MODULE_PARTS = {
+    "flops": "config",
+    "launch": "config",
+    "packages": "config",
+    "torch_private": "config",
+    "signals": "config",
+}
 
 
 def part_of(module: str) -> str:
