@@ -14,10 +14,11 @@ if __name__ == "__main__":
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from megatron_glm.config import RunConfig
+from megatron_glm.config import DataConfig, RunConfig
 from megatron_glm.config.describe import describe
 from megatron_glm.config.flags import build_parser, configured
 from megatron_glm.launch import is_first_rank, one_line_errors, one_thread_on_a_cpu, ranks_from_slurm, say
+from megatron_glm.parallel.grid import check_run
 
 if TYPE_CHECKING:
     from megatron_glm.data.cache import Once
@@ -32,7 +33,7 @@ def main() -> None:
 
         print_plan(flags)
         return
-    config = configured(flags)
+    config = configured(flags, DataConfig, check_run)
     if config.data.check_data:
         check_data(config)
     else:

@@ -16,6 +16,7 @@ from megatron_glm.config import PretrainDataConfig, RunConfig
 from megatron_glm.config.describe import describe
 from megatron_glm.config.flags import build_parser, configured
 from megatron_glm.launch import one_line_errors, one_thread_on_a_cpu, ranks_from_slurm, say
+from megatron_glm.parallel.grid import check_run
 
 if TYPE_CHECKING:
     from megatron_glm.data.loader import MicroBatches
@@ -30,7 +31,7 @@ def main() -> None:
 
         print_plan(flags, PretrainDataConfig)
     else:
-        run(configured(flags, PretrainDataConfig))
+        run(configured(flags, PretrainDataConfig, check_run))
 
 
 def run(config: RunConfig) -> None:

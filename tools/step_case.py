@@ -50,7 +50,8 @@ KINDS = {
 def configured(flags: argparse.Namespace) -> RunConfig:
     """The configuration of these flags, completed by the reference case, checked for the ranks that are here."""
     bf16 = torch.cuda.is_available() or getattr(flags, "attention_backend", "auto") in ("cudnn", "tilelang")
-    given = REFERENCE | {"mock_data": True, "train_iters": 1, "bf16": bf16} | vars(flags)
+    own = {"mock_data": True, "train_iters": 1, "profile_step_start": 0, "bf16": bf16}
+    given = REFERENCE | own | vars(flags)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if useless := sorted(READ_AND_WRITTEN & vars(flags).keys()):
         raise ValueError(f"{flag_name(useless[0])} has no use here: the benchmark's weights and documents are random")

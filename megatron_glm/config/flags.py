@@ -9,11 +9,11 @@ import os
 import sys
 import time
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from megatron_glm.launch import world_size
+from megatron_glm.launch import say, world_size
 
 from . import (
     CheckpointConfig,
@@ -166,11 +166,18 @@ def parse(
     return configured(build_parser(description, data).parse_args(arguments), data)
 
 
-def configured(flags: argparse.Namespace, data: DataSection = DataConfig) -> RunConfig:
+def configured(
+    flags: argparse.Namespace,
+    data: DataSection = DataConfig,
+    check: Callable[[RunConfig, int], None] = RunConfig.check,
+) -> RunConfig:
     """The checked configuration of these flags; prints one line and exits with code 2 where they cannot be served.
 
-    `data`: the kind of data that the script trains on. The number of ranks is torchrun's WORLD_SIZE, 1 without it. No
-    process group is made, and torch is not imported.
+    No process group is made, and torch is not imported.
+
+    Args:
+        data: the kind of data that the script trains on.
+        check: raises ValueError for a configuration that the ranks, as many as `world_size` says, cannot run.
     """
     try:
         ranks = world_size()
@@ -180,7 +187,7 @@ def configured(flags: argparse.Namespace, data: DataSection = DataConfig) -> Run
         if "check_data" in flags:
             config.data.check()  # nothing else of the run needs to be decided yet
         else:
-            config.check(ranks)
+            check(config, ranks)
     except ValueError as error:
         refuse(str(error))
     print_always_so(flags)
@@ -189,8 +196,8 @@ def configured(flags: argparse.Namespace, data: DataSection = DataConfig) -> Run
 
 def print_always_so(flags: argparse.Namespace) -> None:
     """One line, from the first rank, that names the accepted flags of Megatron's which change nothing."""
-    if flags.always_so and os.environ.get("RANK", "0") == "0":
-        print(f"{sort_flags.ALWAYS_SO}: {' '.join(dict.fromkeys(flags.always_so))}", flush=True)
+    if flags.always_so:
+        say(f"{sort_flags.ALWAYS_SO}: {' '.join(dict.fromkeys(flags.always_so))}")
 
 
 def _add_plan_flags(parser: argparse.ArgumentParser) -> None:

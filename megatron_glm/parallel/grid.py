@@ -10,7 +10,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from megatron_glm.config import ModelConfig, ParallelConfig, require_multiple
+from megatron_glm.config import ModelConfig, ParallelConfig, RunConfig, require_multiple
 from megatron_glm.parallel.pipeline.layout import build_layout
 from megatron_glm.parallel.pipeline.schedule import build_schedule
 
@@ -77,6 +77,13 @@ class Grid:
     def ring_edges(self) -> list[tuple[int, int]]:
         """(rank, rank of the next stage) for every rank; the last stage is followed by the first one."""
         return [pair for ranks in self.groups("pp") for pair in zip(ranks, ranks[1:] + ranks[:1], strict=True)]
+
+
+def check_run(config: RunConfig, world_size: int) -> None:
+    """Refuse, by ValueError, a configuration that these ranks cannot run: all that is known without torch."""
+    config.check(world_size)
+    micro_batches = config.micro_batches(config.parallel.data_parallel_size(world_size))
+    check_layout(config.parallel, config.model, world_size, config.data.seq_length, micro_batches)
 
 
 def check_layout(

@@ -17,7 +17,7 @@ from megatron_glm.model.glm import GLMChunk
 from megatron_glm.model.init import initialize_weights
 from megatron_glm.ops import backends
 from megatron_glm.parallel.fsdp import local, shard_chunk
-from megatron_glm.parallel.grid import check_layout
+from megatron_glm.parallel.grid import check_run
 from megatron_glm.parallel.groups import ParallelGroups, host_group, time_limit
 from megatron_glm.parallel.pipeline.layout import PipelineLayout, build_layout
 from megatron_glm.parallel.rendezvous import meet
@@ -45,10 +45,8 @@ def initialize(config: RunConfig) -> ParallelGroups:
         OSError: if a file or folder of the flags cannot be written.
     """
     world_size = launch.world_size()
-    config.check(world_size)
+    check_run(config, world_size)
     require_packages(config.logging)
-    micro_batches = config.micro_batches(config.parallel.data_parallel_size(world_size))
-    check_layout(config.parallel, config.model, world_size, config.data.seq_length, micro_batches)
     check_folders(config)
     if not config.train.eval_only:
         check_checkpoints(config)

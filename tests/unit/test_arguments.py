@@ -62,9 +62,9 @@ def test_help_shows_every_field_and_group(capsys):
     assert len([a for a in build_parser()._actions if a.option_strings == ["--num-layers"]]) == 1
 
 
-# Runs every script with --help and with a wrong flag, and says whether torch was imported by then.
+# Runs every script with --help and with a wrong flag, and one with wrong stages: torch is not imported by then.
 WITHOUT_TORCH = """
-import contextlib, io, runpy, sys
+import contextlib, io, os, runpy, sys
 for script in sys.argv[1:]:
     for flag in ("--help", "--qqq"):
         sys.argv = [*script.split(), flag]
@@ -74,6 +74,12 @@ for script in sys.argv[1:]:
             except SystemExit as stop:
                 assert (stop.code or 0) == (0 if flag == "--help" else 2), (sys.argv, stop.code, errors.getvalue())
         assert "torch" not in sys.modules, sys.argv
+os.environ["WORLD_SIZE"] = "2"
+sys.argv = ["finetune_glm.py", *"--hf-config glm5.2-tiny --data-path x --train-iters 1".split()]
+sys.argv += "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett|ttL".split()
+with contextlib.redirect_stderr(io.StringIO()) as errors, contextlib.suppress(SystemExit):
+    runpy.run_path(sys.argv[0], run_name="__main__")
+assert "--pipeline-model-parallel-layout" in errors.getvalue() and "torch" not in sys.modules, errors.getvalue()
 """
 
 
