@@ -27,7 +27,10 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_glm import packages  # noqa: E402
+from megatron_glm import packages, signals  # noqa: E402
+
+if __name__ == "__main__":
+    signals.install(signal.SIGINT)  # Ctrl-C: one line and exit code 130
 
 GIB = 1 << 30
 SECONDS = 180  # the longest that one import may take: a cold file system, many cores compiling

@@ -79,7 +79,10 @@ def _in_folder(folder: Path) -> list[Path]:
     for path in sorted(folder.iterdir()):
         if path.name.startswith(".") or path.name == CACHE_FOLDER:
             continue
-        files += _in_folder(path) if path.is_dir() and not path.is_symlink() else [path] * (not path.is_dir())
+        if not path.is_dir():
+            files.append(path)
+        elif not folder.resolve().is_relative_to(path.resolve()):  # a link to a folder above would go round for ever
+            files += _in_folder(path)
     state = folder / "state.json"
     saved = json.loads(state.read_text()) if state.is_file() else {}
     if isinstance(saved, dict) and "_data_files" in saved:

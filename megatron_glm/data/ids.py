@@ -11,7 +11,7 @@ from .keys import Notes
 # 1: token j is to be predicted (not shifted: the flag of a token is at the token). All that are given must want it.
 MASKS = tuple(
     "loss_mask assistant_masks assistant_mask assistant_tokens_mask completion_mask response_mask loss_weights"
-    " target_mask".split()
+    " loss_scale target_mask".split()
 )
 STARTS = ("seq_start_id", "seq_start_ids")  # [0, 4]
 BOUNDS = ("cu_seqlens", "cu_seq_lens")  # [0, 4, n]

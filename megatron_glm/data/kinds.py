@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from .files import RawRow, decode_row
 
 # the keys that make a row of a kind; the first kind that a row has all keys of is taken
@@ -32,16 +34,27 @@ CONVERSIONS = {
 }
 
 
-def parse_row(raw: RawRow) -> tuple[dict, tuple[str, ...]]:
-    """The row and its kind; raises ValueError if it is no JSON object or of no known kind."""
+def parse_row(raw: RawRow, ignored: Collection[str] = ()) -> tuple[dict, tuple[str, ...]]:
+    """The row and its kind; raises ValueError if it is no JSON object or of no known kind.
+
+    A row of a prompt and its answer under other names, and of a text that may be both together, is refused: loss would
+    be on the prompt, too. `ignored`: keys that say nothing.
+    """
     row = decode_row(raw)
-    for keys in KINDS:
-        if all(key in row for key in keys):
-            return row, keys
+    found = next((keys for keys in KINDS if all(key in row for key in keys)), None)
+    shapes = ((keys, line) for keys, line in CONVERSIONS.items() if found is None or len(keys) > 1)
+    shape = next((each for each in shapes if all(key in row and key not in ignored for key in each[0])), None)
+    if found and (found != TEXT or shape is None):
+        return row, found
     kinds = ", ".join("+".join(keys) for keys in KINDS)
-    for keys, line in CONVERSIONS.items():
-        if all(key in row for key in keys):
-            raise ValueError(f"{'+'.join(keys)} is no kind of row that is read ({kinds}); convert each with {line}")
+    if found:
+        keys, line = shape
+        raise ValueError(
+            f"the row has a text, and {' and '.join(keys)}: convert each with {line}, or name {keys[0]} in "
+            "--ignore-keys to train on all of the text"
+        )
+    if shape:
+        raise ValueError(f"{'+'.join(shape[0])} is no kind of row that is read ({kinds}); convert each with {shape[1]}")
     raise ValueError(
         f"the row has the keys {sorted(row)} and is of no known kind ({kinds}); convert each, as with row = "
         '{"prompt": row["QUESTION"], "completion": row["ANSWER"]}'

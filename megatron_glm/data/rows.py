@@ -111,7 +111,7 @@ class RowReader:
         for place, raw in rows:
             kind, notes = (), Notes(self.ignored)
             try:
-                row, kind = parse_row(raw)
+                row, kind = parse_row(raw, self.ignored)
             except ValueError as error:
                 yield place, error, kind
             else:
@@ -210,7 +210,7 @@ class RowReader:
         row = {key: value for key, value in row.items() if key not in self.ignored or key in kind}
         messages, first_trained = self._messages(row, kind, used)
         settings = self._settings(row, used)
-        used.update(CHAT_COLUMNS)
+        used.update(CHAT_COLUMNS - self.ignored)
         tools = row.get("tools")
         if "functions" in row:
             if tools is not None:
@@ -234,7 +234,7 @@ class RowReader:
         """(the messages of a row, the number of the first with loss)."""
         if kind == ALPACA:
             used.add("input")
-            texts = [_string(row, key) for key in ("instruction", "input") if row.get(key)]
+            texts = [_string(row, key) for key in ("instruction", "input") if row.get(key, "") != ""]
             prompt = [{"role": "user", "content": "\n".join(texts)}]
             return [*prompt, {"role": "assistant", "content": _string(row, "output")}], 0
         lists = [parsed(row[key], key) if len(kind) == 1 else row[key] for key in kind]
@@ -248,8 +248,8 @@ class RowReader:
         """What a row sets of the template's variables; a setting that the template does not read is refused."""
         settings = {key: row[key] for key in self.template.settings & row.keys()}
         used.update(settings)
-        given = {"chat_template_kwargs": row.get("chat_template_kwargs")} | _object(row.get("extra_body"), "extra_body")
-        for name, values in given.items():
+        extra = _object(row.get("extra_body"), "extra_body")
+        for name, values in [("chat_template_kwargs", row.get("chat_template_kwargs")), *extra.items()]:
             if name != "chat_template_kwargs":
                 raise ValueError(f"extra_body.{name} is not read: only chat_template_kwargs can be honoured")
             for key, value in _object(values, name).items():

@@ -77,6 +77,15 @@ def test_a_folder_that_save_to_disk_wrote(tmp_path: Path):
         find_files([str(tmp_path)])
 
 
+def test_a_link_to_a_folder_is_followed(tmp_path: Path):
+    written(tmp_path, "a.jsonl")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/more").symlink_to(tmp_path)
+    (tmp_path / "other").symlink_to(saved_to_disk(tmp_path.parent / "elsewhere"))
+    assert [file.name for file in find_files([str(tmp_path)])] == ["a.jsonl", "data-b.arrow", "data-a.arrow"]
+    assert [file.name for file in find_files([str(tmp_path / "other")])] == ["data-b.arrow", "data-a.arrow"]
+
+
 def test_what_is_passed_over_is_named(tmp_path: Path):
     for name in ("b.jsonl", ".hidden.jsonl", "c.txt", "d.csv", ".cache/x.jsonl", "deep/e.json", "deep/f.parquet.gz"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -134,6 +134,10 @@ REFUSED = [
     ),
     (chat(HI, GOOD, chat_template_kwargs={"add_generation_prompt": 1}), "chat_template_kwargs.add_generation_prompt"),
     (chat(HI, GOOD, extra_body={"top_k": 1}), "extra_body.top_k is not read"),
+    (
+        chat(HI, GOOD, enable_thinking=True, extra_body={"chat_template_kwargs": {"enable_thinking": False}}),
+        "the row sets enable_thinking to True and to False",
+    ),
     (chat({"role": "system", "content": "t"}, HI, GOOD, system="s"), "a column system and a message of the role sys"),
     (chat(HI, GOOD, tools=[TOOL], functions=[TOOL]), "both tools and functions"),
     (chat(HI | {"tools": [TOOL]}, GOOD), "unknown key 'tools'"),
@@ -159,6 +163,8 @@ REFUSED = [
     ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "the row has the key history"),
     ({"question": "a", "answer": "b"}, r'convert each with row = {"prompt": row\["question"\], "completion"'),
     ({"conversation": [{"human": "a", "assistant": "b"}]}, r'with row = {"messages": \[.* row\["conversation"\]'),
+    ({"text": "a b", "question": "a", "answer": "b"}, r"a text, and question and answer: convert .* name question in"),
+    ({"instruction": "a", "response": "b", "text": "a b"}, "a text, and instruction and response: convert"),
     ({"a": "b"}, r'convert each, as with row = {"prompt": row\["QUESTION"\]'),
 ]
 
@@ -170,6 +176,9 @@ def test_what_would_be_lost_is_refused(folder: Path, row: dict, match: str):
 
 
 def test_columns_that_are_only_metadata(folder: Path):
+    assert text_and_target(folder, {"text": "ab", "question": "a", "answer": "b"}, ignore_keys=("question",))[1] == (
+        "ab<|endoftext|>"
+    )
     row = chat(HI | {"timestamp": 3, "lang": "en"}, GOOD | {"weight": 0.5, "id": "m"}, id=7, metadata={"weight": 0.5})
     result = tokenise(folder, row, {"text": "a", "source": "b"}, ignore_keys=("timestamp", "lang", "weight"))
     summary = "kinds: 1 messages, 1 text; columns not used: id, lang, metadata, source, timestamp, weight"

@@ -119,6 +119,7 @@ PROGRAMS = {
     "tools/plan.py": "--hf-config glm5.2-tiny --data-path rows --seq-length 64 --train-iters 1",
     "tools/benchmark.py": "kernels",
     "tools/plot_log.py": "log.jsonl",
+    "tools/doctor.py": "",
     "examples/quickstart_data.py": "--save out",
     "examples/compare_with_transformers.py": "--hf . --data-path rows --loss 1",
 }
