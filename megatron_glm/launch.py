@@ -173,6 +173,8 @@ def one_line_errors() -> Iterator[None]:
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2 if isinstance(error, ValueError) else 1)
     finally:
+        if (watchdog := sys.modules.get("megatron_glm.training.watchdog")) is not None:
+            watchdog.stop()
         dist = sys.modules.get("torch.distributed")  # not imported where the flags were wrong
         if dist is not None and dist.is_initialized():
             dist.destroy_process_group()

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from .. import heartbeat
 from ..config.model import ModelConfig
 from ..config.quantization import EXPORT_BLOCK, weight_block
 from ..config.source import read_json, without_null
@@ -256,6 +257,7 @@ class HFCheckpoint:
         for rectangle in rectangles:
             for offsets, data in pieces_of(rectangle):
                 data.copy_(self.read(rectangle.name, offsets, tuple(data.shape)))
+                heartbeat.beat()
 
     def _piece(self, tensor: HFTensor, low: list[int], high: list[int]) -> torch.Tensor:
         """Canonical rows and columns [low, high) of one Hugging Face tensor."""

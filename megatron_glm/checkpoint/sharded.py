@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from .. import heartbeat
 from ..config.iterations import ITERATIONS, LATEST_NAME, PENDING, iteration_folder, latest
 from ..config.model import ModelConfig
 from ..parallel.shard import Rectangle
@@ -173,6 +174,7 @@ def write_file(
         for chunk in chunks:
             places.append(archives.append(stream, chunk.read()))
             progress(chunk.piece.nbytes)
+            heartbeat.beat()
     written = []
     with file.open("rb") as stream:
         for chunk, place in zip(chunks, places, strict=True):
@@ -258,6 +260,7 @@ class Reader:
         found = [(part, r.tensor.detach()) for r in rectangles if r.tensor.numel() for part in self.index.parts(r)]
         file, start, checked = self.index.file, self.index.start, None
         for part, tensor in sorted(found, key=lambda item: (file[item[0].chunk], start[item[0].chunk])):
+            heartbeat.beat()
             chunk = self._chunk(part.chunk)
             if part.chunk != checked and (chunk.numel() == math.prod(part.lengths) or chunk.nbytes <= CHECKED_BYTES):
                 self._check_data(part.chunk, chunk)

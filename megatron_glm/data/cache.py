@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
+from .. import heartbeat
 from .blend import cache_key
 from .files import CACHE_FOLDER
 
@@ -159,6 +160,7 @@ def locked(target: Path, ready: Callable[[], bool], say: Say) -> Iterator[Say]:
                 return
             if time.monotonic() - waited > WAIT_SECONDS:
                 waited = time.monotonic()
+                heartbeat.beat()
                 say(f"waiting for {holder}, which makes {target}")
             time.sleep(0.2)
             continue
@@ -168,6 +170,7 @@ def locked(target: Path, ready: Callable[[], bool], say: Say) -> Iterator[Say]:
         file.close()  # the one before has removed it
 
     def note(message: str) -> None:
+        heartbeat.beat()
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()} {message and f'({message})'}")
         file.flush()

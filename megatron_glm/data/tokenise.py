@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from .. import heartbeat
 from .files import RawRow, count_parquet_rows, file_format, read_rows
 from .indexed import IndexedWriter, named_errors, to_disk
 from .report import RowReport
@@ -68,6 +69,7 @@ def write_documents(
                 file.write(rows.targets.tobytes())
             report.merge(rows.report)
             progress.update(done, len(rows.lengths))
+            heartbeat.beat()
         if not writer.tokens:
             why = ": there is nothing in it, name another file"
             if report.skipped:

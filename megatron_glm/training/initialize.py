@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
-from megatron_glm import launch, signals
+from megatron_glm import heartbeat, launch, signals
 from megatron_glm.checkpoint import sharded
 from megatron_glm.config import RunConfig
 from megatron_glm.model.glm import GLMChunk
@@ -20,7 +21,8 @@ from megatron_glm.parallel.fsdp import local, shard_chunk
 from megatron_glm.parallel.grid import check_run
 from megatron_glm.parallel.groups import ParallelGroups, host_group, time_limit
 from megatron_glm.parallel.pipeline.layout import PipelineLayout, build_layout
-from megatron_glm.parallel.rendezvous import meet
+from megatron_glm.parallel.rendezvous import Meeting, meet
+from megatron_glm.training import watchdog
 from megatron_glm.training.agreement import facts_of_run, require_same
 from megatron_glm.training.checkpointing import check_checkpoints, check_hf_files, start_of_run
 from megatron_glm.training.logging import log
@@ -67,6 +69,8 @@ def initialize(config: RunConfig) -> ParallelGroups:
             backend, store=meeting.store, rank=meeting.rank, world_size=meeting.world_size, timeout=limit
         )
         signals.share(meeting.store)
+        if meeting.world_size > 1:
+            watch(config, meeting)
     host = host_group(config.parallel)
     require_same(host, facts_of_run(config))
     torch.manual_seed(config.train.seed)
@@ -77,6 +81,14 @@ def initialize(config: RunConfig) -> ParallelGroups:
         start = start_of_run(config).iteration
         sharded.together(groups.checkpoint, lambda: None, lambda _: check_sinks(config.logging, start))
     return groups
+
+
+def watch(config: RunConfig, meeting: Meeting) -> None:
+    """Start the hang watchdog; what it leaves lies in one folder for all ranks."""
+    first = meeting.store.compare_set("run", "", time.strftime("%Y%m%d-%H%M%S")).decode()
+    folder = watchdog.report_folder(config.logging.log_file, config.checkpoint.save, first)
+    minutes = config.parallel.distributed_timeout_minutes
+    watchdog.start(meeting.store, meeting.rank, meeting.world_size, minutes, folder)
 
 
 def machine(ranks: int) -> str:
@@ -113,6 +125,7 @@ def build_chunks(
                 head=stage.head,
                 mtp=stage.mtp,
             )
+        heartbeat.beat()
         shard_chunk(chunk, groups, config.parallel, config.train.bf16)
         chunk.to_empty(device=current_device())
         if config.checkpoint.load is None and config.checkpoint.load_hf is None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_glm import signals
+from megatron_glm import heartbeat, signals
 from megatron_glm.config import RunConfig, TrainConfig
 from megatron_glm.data.loader import MicroBatches, one_ahead
 from megatron_glm.data.packing import PackedBatch
@@ -60,6 +60,7 @@ def train(
     ):
         while progress.iteration < train_iters:
             profiler.at(progress.iteration)
+            heartbeat.begin_step(progress.iteration + 1)
             start = time.perf_counter()
             batches = next(steps)
             counts = count(batches, groups, config, requests(config, saver, groups, progress.iteration > first))

@@ -26,6 +26,7 @@ ALLOWED = {
 # top-level modules that belong to a part
 MODULE_PARTS = {
     "flops": "config",
+    "heartbeat": "config",
     "launch": "config",
     "packages": "config",
     "torch_private": "config",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megatron_glm import heartbeat
 from megatron_glm.parallel.pipeline.p2p import Boundary, Mailbox, Transport
 from megatron_glm.parallel.pipeline.schedule import Action, Schedule, check_schedule
 
@@ -57,6 +58,7 @@ class Runner:
         live: dict[tuple[int, int], tuple[Tensor | None, list[GradientEdge | Tensor]]] = {}
         losses: dict[int, Tensor] = {}
         for action in self.schedule.actions[self.rank]:
+            heartbeat.beat()
             if action.kind == "F":
                 self._forward(action, forward, mailbox, live, losses)
             else:
