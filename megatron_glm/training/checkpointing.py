@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from megatron_glm.model.glm import GLMChunk
 from megatron_glm.parallel.fsdp import rectangle
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.shard import Rectangle
+from megatron_glm.training.host_copy import HostCopy
 from megatron_glm.training.logging import log
 from megatron_glm.training.optimizer import MOMENTS, AdamW, trained_parameters
 
@@ -47,12 +48,13 @@ class Progress:
 class Saver:
     """Writes the checkpoints of a run to --save; every rank has one and calls it alike.
 
-    With --async-save a save waits only for the one before it and for the copy to host memory. Its files and its
-    collectives, on a group of their own, are then the work of a thread. An error shows in `failed` and is raised by the
-    next `wait` or `save`, or reported there with --save-failure continue. Leaving the context waits for the last save,
-    which must succeed.
+    With --async-save a save waits only for the one before it and for the copy to host memory, whose room is allocated
+    here. Its files and its collectives, on a group of their own, are then the work of a thread. An error shows in
+    `failed` and is raised by the next `wait` or `save`, or reported there with --save-failure continue. Leaving the
+    context waits for the last save, which must succeed.
 
-    Raises: ValueError if --save holds checkpoints after `progress`; OSError if it cannot be written.
+    Raises: ValueError if --save holds checkpoints after `progress`; OSError if it cannot be written, or if there is no
+        room for the copy.
     """
 
     def __init__(
@@ -68,12 +70,14 @@ class Saver:
         self.config, self.chunks, self.optimizer, self.groups = config, chunks, optimizer, groups
         self.hf_files = None if config.hf_folder is None else Path(config.hf_folder)
         self.saved: int | None = progress.iteration  # what is on disk, or on its way; a run starts with nothing to save
-        self.host_copy = HostCopy()
+        self.host_copy: HostCopy | None = None
         self.thread = ThreadPoolExecutor(max_workers=1)
         self.pending: Future | None = None
         if config.checkpoint.save is not None:
             self.folder = Path(config.checkpoint.save)
             sharded.together(groups.checkpoint, lambda: None, lambda _: self._prepare(progress.iteration))
+            if config.checkpoint.async_save:
+                self.host_copy = HostCopy(self.rectangles(), groups.checkpoint)
 
     def __enter__(self) -> Saver:
         return self
@@ -113,9 +117,13 @@ class Saver:
             **self.data_order,
         }
         rectangles = self.rectangles()
-        if self.config.checkpoint.async_save:
-            rectangles = self.host_copy.take(rectangles)
-            self.pending = self.thread.submit(self._write, progress.iteration, rectangles, state)
+        if self.host_copy is not None:
+            error = None
+            try:
+                rectangles = self.host_copy.take(rectangles)
+            except (OSError, RuntimeError) as caught:  # the other ranks wait for this one's part of the save
+                error = caught
+            self.pending = self.thread.submit(self._write, progress.iteration, rectangles, state, error)
         else:
             with self._failures():
                 self._write(progress.iteration, rectangles, state)
@@ -136,9 +144,12 @@ class Saver:
             with self._failures():
                 pending.result()
 
-    def _write(self, iteration: int, rectangles: list[Rectangle], state: dict[str, Any]) -> None:
+    def _write(
+        self, iteration: int, rectangles: list[Rectangle], state: dict[str, Any], error: Exception | None = None
+    ) -> None:
+        """`error`: why this rank has nothing to write; then no rank writes."""
         config, group = self.config, self.groups.checkpoint
-        sharded.together(group, lambda: refuse_not_finite(rectangles))
+        sharded.together(group, lambda: refuse_not_finite(rectangles, error))
         sharded.save(self.folder, iteration, rectangles, state, config.model, self.hf_files, group)
         log(f"saved iteration {iteration} to {self.folder}")
         if self.hf_files is not None:
@@ -186,32 +197,10 @@ def check_checkpoints(config: RunConfig, begins: int | None = None) -> None:
         iterations.check_save(Path(section.save), begins, source)
 
 
-class HostCopy:
-    """Copies of what this rank writes, in one host buffer (pinned where there is a GPU) that every save uses again."""
-
-    buffer: torch.Tensor | None = None
-
-    def take(self, rectangles: Sequence[Rectangle]) -> list[Rectangle]:
-        """The owned ones of `rectangles`, of the same shapes and types each time, with their data as it is now."""
-        owned = [r for r in rectangles if r.owner]
-        ends = [0]
-        for r in owned:
-            ends.append(ends[-1] + -(-r.tensor.nbytes // 16) * 16)
-        if self.buffer is None:
-            self.buffer = torch.empty(ends[-1], dtype=torch.uint8)
-            if ends[-1] and torch.cuda.is_available():  # torch's own pinned memory is rounded up to a power of two
-                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), ends[-1], 0))
-        copies = []
-        for r, start in zip(owned, ends, strict=False):
-            place = self.buffer[start : start + r.tensor.nbytes].view(r.tensor.dtype).view(r.tensor.shape)
-            copies.append(replace(r, tensor=place.copy_(r.tensor, non_blocking=True)))
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
-        return copies
-
-
-def refuse_not_finite(rectangles: Sequence[Rectangle]) -> None:
-    """Raises ValueError naming the first tensor with a NaN or an infinity."""
+def refuse_not_finite(rectangles: Sequence[Rectangle], error: Exception | None = None) -> None:
+    """Raises `error`, or ValueError naming the first tensor with a NaN or an infinity."""
+    if error is not None:
+        raise error
     for r in rectangles:
         if r.tensor.numel() and not torch.stack(r.tensor.aminmax()).isfinite().all():
             raise ValueError(f"{r.name} is not finite")

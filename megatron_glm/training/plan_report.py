@@ -157,6 +157,18 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
     for kind in ranks[0]:
         yield f"  {kind:<34}" + "".join(f"{rank[kind] / GIB:8.2f}" for rank in ranks)
     yield f"  {'sum':<34}" + "".join(f"{sum(rank.values()) / GIB:8.2f}" for rank in ranks)
+    if host := max(host_copy(plan, rank) for rank in range(plan.grid.pp)):
+        node = host * min(plan.gpus_per_node, plan.world_size)
+        yield f"host memory for --async-save: {host / GIB:.2f} GiB a rank at most, {node / GIB:.1f} GiB a node"
+
+
+def host_copy(plan: Plan, pp_rank: int) -> int:
+    """Bytes of host memory in which a rank keeps what --async-save writes; 0 without it. Exact, buffers aside."""
+    section = plan.config.checkpoint
+    if section.save is None or not section.async_save:
+        return 0
+    held = plan.held(plan.grid.groups("pp")[0][pp_rank])
+    return held.parameters + (0 if section.no_save_optim else held.moments)
 
 
 def _pipeline_lines(plan: Plan) -> Iterator[str]:

@@ -22,6 +22,7 @@ from megatron_glm.parallel.shard import Rectangle
 from megatron_glm.training import checkpointing, loop
 from megatron_glm.training import evaluate as evaluation
 from megatron_glm.training import step as step_module
+from megatron_glm.training.host_copy import HostCopy
 from tests.finetune import assert_same, exit_code, finetune, records, saved, tensors, write_rows
 
 
@@ -306,8 +307,9 @@ def test_the_mtp_layer_is_kept_and_may_be_absent(run, mtp_layers):
 def test_host_memory_is_flat_over_twenty_background_saves(tmp_path, monkeypatch):
     """One buffer, whatever the number of saves; and what is written is the state at the time of the copy."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    copy, weight, size = checkpointing.HostCopy(), torch.zeros(1 << 20), 4 << 20
+    weight, size = torch.zeros(1 << 20), 4 << 20
     rectangles = [Rectangle("weight", (1 << 20,), (0,), weight, True), Rectangle("copy", (9,), (0,), weight[:9], False)]
+    copy = HostCopy(rectangles, None)
     config, used = ModelConfig.from_hf("glm5.2-tiny"), []
     with ThreadPoolExecutor(max_workers=1) as thread:
         for iteration in range(1, 21):
