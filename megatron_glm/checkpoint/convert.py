@@ -112,9 +112,9 @@ class Export:
 
     def __init__(self, folder: Path, max_shard_bytes: int = 5 * 10**9, fp8: bool = False) -> None:
         self.folder, self.max_shard_bytes, self.fp8 = folder, max_shard_bytes, fp8
+        self.config = ModelConfig.from_hf(folder)
         self.reader = sharded.Reader(folder)
         check_side_files(folder / "hf")
-        self.config = ModelConfig.from_hf(folder / "config.json")
         self.shapes = hf.parameter_shapes(self.config)
         came = folder / "hf" / "config.json"
         quantization = hf.quantization_config(self.shapes) if fp8 else None

@@ -23,7 +23,7 @@ SERVED = {
 }
 NEUTRAL = ("weight_block_size", "modules_to_not_convert", "modules_to_convert", "ignored_layers", "dequantize")
 NAMES = """
-    quant_method quant_algo quantization quant_type model_quant_type bnb_4bit_quant_type format method type
+    quant_method quant_algo quantization quant_type model_quant_type bnb_4bit_quant_type format method type _type
 """.split()
 BITS = ("bits", "num_bits", "w_bit", "wbits", "nbits", "weight_bits")
 

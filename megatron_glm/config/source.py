@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import Any
 
 PRESET_FOLDER = Path(__file__).parents[1] / "presets"
+OTHER_CHECKPOINTS = {
+    ("common.pt", "mp_rank_*", "iter_*/common.pt", "iter_*/mp_rank_*"): "Megatron-LM",
+    ("global_step*", "zero_to_fp32.py", "zero_pp_rank_*"): "DeepSpeed",
+}
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 # owner/name, also as an address; pathlib makes one slash of two
 HUB_ADDRESS = re.compile(
@@ -67,7 +71,10 @@ def describe(source: str | Path) -> str:
         return download_hint(source)
     if path.is_file():
         return f"; it is a file: give its folder, {path.parent}"
-    if any(any(path.glob(name)) for name in ("latest_checkpointed_iteration.txt", "iter_*", ".metadata")):
+    for names, owner in OTHER_CHECKPOINTS.items():
+        if any(any(path.glob(name)) for name in names):
+            return f"; it is a checkpoint of {owner}, which is not read here: export it as a Hugging Face folder"
+    if any(any(path.glob(name)) for name in ("latest_checkpointed_iteration.txt", "iter_*", "*.distcp")):
         return f"; it is a checkpoint: --load {path} reads it"
     if snapshots := sorted(path.glob("snapshots/*/config.json")):
         return f"; it is a download cache, and the model is in {snapshots[-1].parent}"

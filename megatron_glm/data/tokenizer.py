@@ -38,7 +38,9 @@ class Tokenizer:
             found = [path / "tokenizer.json", *sorted(path.glob("*.model"))]
             found = [file for file in found if file.exists() or file.is_symlink()]
             if not found:
-                what = f"neither tokenizer.json nor a .model file{describe(path)}"
+                inside = sorted(file for depth in ("*", "*/*") for file in path.glob(f"{depth}/tokenizer.json"))
+                where = f"; there is one in {inside[-1].parent}" if inside else describe(path)
+                what = f"neither tokenizer.json nor a .model file{where}"
                 raise ValueError(f"--tokenizer-model: the folder {path} holds {what}")
             path = found[0]
         if not path.exists() and not path.is_symlink():

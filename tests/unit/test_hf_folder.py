@@ -337,6 +337,18 @@ def test_a_path_of_another_kind_is_told(folder: Path, tmp_path: Path):
             source.require_model(path)
 
 
+@pytest.mark.parametrize("name, owner", [("common.pt", "Megatron-LM"), ("zero_pp_rank_0_mp_rank_00", "DeepSpeed")])
+def test_checkpoints_of_other_trainers_are_named(tmp_path: Path, name: str, owner: str):
+    one = tmp_path / "run" / "iter_0000003"
+    one.mkdir(parents=True)
+    (one.parent / "latest_checkpointed_iteration.txt").write_text("3")
+    for file in (".metadata", name):
+        (one / file).write_text("")
+    for read in (ModelConfig.from_hf, lambda folder: convert.Export(Path(folder)), hf.HFCheckpoint):
+        with pytest.raises(ValueError, match=f"it is a checkpoint of {owner}, which is not read here"):
+            read(one)
+
+
 def test_inspect_reads_either_kind_and_names_neither(folder: Path, tmp_path: Path):
     shown: list[str] = []
     report.inspect(folder, False, shown.append)
@@ -358,6 +370,8 @@ def test_tokenizers_and_templates_that_are_not_whole(folder: Path):
             Tokenizer.load(path)
     with pytest.raises(ValueError, match="--tokenizer-model: zai-org/GLM-5 does not exist; .*hf download zai"):
         Tokenizer.load("zai-org/GLM-5")
+    with pytest.raises(ValueError, match=f"neither tokenizer.json nor a .model file; there is one in {folder}"):
+        Tokenizer.load(folder.parent)
     pointer("chat_template.jinja")(folder)
     with pytest.raises(ValueError, match="chat_template.jinja is a Git LFS pointer"):
         ChatTemplate.load(folder)
