@@ -61,9 +61,14 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def points(records: Sequence[dict[str, Any]], key: str, scale: float = 1.0) -> Points:
-    """Where `key` has a finite number: a run that diverges may log others."""
-    numbers = ((r["iteration"], r[key]) for r in records if isinstance(r.get(key), int | float))
+    """Where `key` has finite numbers, or several by name: a run that diverges may log others."""
+    values = ((r["iteration"], value) for r in records for value in _values(r.get(key)))
+    numbers = ((iteration, value) for iteration, value in values if isinstance(value, int | float))
     return [(iteration, number * scale) for iteration, number in numbers if math.isfinite(number)]
+
+
+def _values(value: Any) -> list:
+    return list(value.values()) if isinstance(value, dict) else [value]
 
 
 def thinned(line: Points, columns: int = COLUMNS) -> Points:

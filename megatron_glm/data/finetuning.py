@@ -26,6 +26,9 @@ NO_ROW_CODE = {"blend", "cache", "finetuning", "indexed", "loader", "packing", "
 FORMAT = 1  # of a packing: raise it when the same settings should give another
 LOSS_CHUNK = 2**24  # tokens whose targets are counted at a time
 
+Share = tuple[float, float]  # of the documents, from 0 to 1: where a part of --split begins and ends
+ALL: Share = (0.0, 1.0)
+
 
 @dataclass(frozen=True)
 class Documents:
@@ -155,33 +158,32 @@ class Packing(NamedTuple):
     losses: np.ndarray  # [pieces] int32: loss tokens
     slots: np.ndarray  # [pieces] int32: places in the falling order of lengths, pack after pack
     bounds: np.ndarray  # [packs + 1] int64: pack p is slots[bounds[p]:bounds[p + 1]]
-    counts: np.ndarray  # [2] int64: overlong documents, and pieces without a loss token, which are left out
+    counts: np.ndarray  # [3] int64: documents, overlong ones, and pieces without a loss token, which are left out
 
     @classmethod
-    def plan(cls, documents: Documents, seq_length: int, packing: str, overlong: str) -> Packing:
-        """Raises ValueError if no piece has a loss token."""
-        lengths = np.diff(documents.offsets)
+    def plan(cls, documents: Documents, seq_length: int, packing: str, overlong: str, share: Share = ALL) -> Packing:
+        """The packing of a share of the documents. Raises ValueError if no piece has a loss token."""
+        chosen = _drawn(len(documents), share)
+        lengths = np.diff(documents.offsets)[chosen]
         document, start, length = cut(lengths, seq_length, overlong)
-        start += documents.offsets[document]
+        start += documents.offsets[chosen][document]
         losses = _count_losses(documents.targets, start, length)
         kept = losses > 0
         if not kept.any():
-            raise ValueError(
-                f"none of the {len(documents)} documents has a loss token within --seq-length {seq_length}"
-            )
+            raise ValueError(f"none of the {len(lengths)} documents has a loss token within --seq-length {seq_length}")
         start, length, losses = start[kept], length[kept], losses[kept]
         pack_of = np.arange(len(length))
         if packing == "best-fit":
             pack_of = best_fit((-np.sort(-length)).tolist(), seq_length)
         slots = np.argsort(pack_of, kind="stable")
         bounds = np.concatenate(([0], np.cumsum(np.bincount(pack_of))))
-        counts = np.array([(lengths > seq_length).sum(), (~kept).sum()])
+        counts = np.array([len(lengths), (lengths > seq_length).sum(), (~kept).sum()])
         arrays = (start, length, losses, slots, bounds, counts)
         return cls(*(array.astype(dtype) for array, dtype in zip(arrays, PACKING_DTYPES, strict=True)))
 
     @classmethod
-    def cached(cls, documents: Documents, once: Once, say: Say, *how: int | str) -> Packing:
-        """The same, `how` being (seq_length, packing, overlong); computed once and kept beside mapped documents."""
+    def cached(cls, documents: Documents, once: Once, say: Say, *how: int | str | Share) -> Packing:
+        """The same with the arguments `how` of `plan`, computed once and kept beside mapped documents."""
         target = documents.folder / f"packs-{cache_key(format=FORMAT, how=how)}"
 
         def write(folder: Path, note: Say) -> None:
@@ -191,6 +193,16 @@ class Packing(NamedTuple):
         once(lambda: make_folder(target, write, say))
         dtypes = zip(cls._fields, PACKING_DTYPES, strict=True)
         return cls(*(open_array(target / f"{name}.npy", (None,), dtype) for name, dtype in dtypes))
+
+
+def _drawn(count: int, share: Share) -> np.ndarray:
+    """The numbers of the documents of a share, rising. The parts of a split are drawn at random, always the same."""
+    begin, end = (int(round(bound * float(count))) for bound in share)
+    if begin == end:
+        raise ValueError(f"--split: {share[1] - share[0]:.3%} of {count} rows is less than one; give a larger share")
+    if end - begin == count:
+        return np.arange(count)
+    return np.sort(np.random.Generator(np.random.PCG64(0)).permutation(count)[begin:end])
 
 
 def _count_losses(targets: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
@@ -240,13 +252,22 @@ class PackedDataset:
 
     def summary(self) -> str:
         """What became of the documents, in one line."""
-        overlong, dropped = self.packing.counts.tolist()
+        documents, overlong, dropped = self.packing.counts.tolist()
         filled = self.packing.lengths.sum(dtype=np.int64) / (self.packs_per_epoch * self.seq_length)
         return (
-            f"{len(self.documents)} documents ({overlong} overlong, {dropped} without loss dropped,"
+            f"{documents} documents ({overlong} overlong, {dropped} without loss dropped,"
             f" {self.documents.report.skipped} bad rows skipped) in {self.packs_per_epoch} packs of {self.seq_length}"
             f" tokens, {filled:.1%} full, {self.packing.losses.sum(dtype=np.int64)} loss tokens"
         )
+
+    def require(self, samples: int) -> None:
+        """Any number of packs is there."""
+
+    def build(self, say: Say) -> None:
+        """The packing is planned."""
+
+    def open(self) -> None:
+        """The documents are open."""
 
     def pack(self, index: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """The documents of pack `index` (of epoch index // packs_per_epoch): (ids [n] int32, is a target [n] bool)."""

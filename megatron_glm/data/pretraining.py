@@ -12,20 +12,21 @@ through, and every token has a label, a document's last token the first one of t
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from megatron_glm.config import PretrainDataConfig
+from megatron_glm.config.data import PARTS, parse_split
 
 from .blend import ENTRY, cache_key, deal, open_array, parse_blend, save_array, whole_weights
 from .cache import Once, Say, cache_folder, locked, writing
 from .indexed import IndexedDataset
 from .packing import Piece
 
-PARTS = ("train", "valid", "test")
 FORMAT = 1  # part of every cache key: raise it when the same key should give another index
 MOCK_EPOCH = 64  # made-up samples where a whole epoch is asked for
 
@@ -179,16 +180,35 @@ class PrefixSamples:
         return opened
 
 
+class Part(Protocol):
+    """What a blend is made of: samples that are asked for, built by one process and opened by all."""
+
+    seq_length: int
+
+    @property
+    def packs_per_epoch(self) -> int: ...
+
+    def require(self, samples: int) -> None: ...
+
+    def build(self, say: Say) -> None: ...
+
+    def open(self) -> None: ...
+
+    def pack(self, index: int) -> list: ...
+
+    def sample_id(self, index: int) -> str: ...
+
+    def summary(self) -> str: ...
+
+
 class Blend:
-    """Samples of several prefixes in proportion to weights: of the first n samples each has its share within one.
+    """Samples of several data sets in proportion to weights: of the first n samples each has its share within one.
 
     An epoch is as many samples as the parts' epochs have together. Without weights, each part counts by its samples:
     an epoch is then one pass over every part.
     """
 
-    def __init__(
-        self, parts: list[PrefixSamples], weights: list[Fraction] | None, cache: Path, samples: int | None = None
-    ):
+    def __init__(self, parts: Sequence[Part], weights: list[Fraction] | None, cache: Path, samples: int | None = None):
         self.parts, self.seq_length = parts, parts[0].seq_length
         self.packs_per_epoch = sum(part.packs_per_epoch for part in parts)
         self.samples = self.packs_per_epoch if samples is None else samples
@@ -223,7 +243,7 @@ class Blend:
         part, number = self._part(index)
         return part.sample_id(number)
 
-    def _part(self, index: int) -> tuple[PrefixSamples, int]:
+    def _part(self, index: int) -> tuple[Part, int]:
         if not 0 <= index < self.samples:
             raise ValueError(f"sample {index} of the blend is none of the {self.samples} asked for")
         periods, slot = divmod(index, self.period)
@@ -262,20 +282,6 @@ class MockDataset:
 
 
 Samples = PrefixSamples | Blend | MockDataset
-
-
-def parse_split(split: str) -> list[float]:
-    """Where the parts of `969,30,1` end, as shares of all documents, by Megatron's arithmetic; what is missing is 0."""
-    try:
-        shares = [float(share) for share in split.split(",")]
-    except ValueError as error:
-        raise ValueError(f"--split {split} is not of numbers, such as 969,30,1") from error
-    if not 1 <= len(shares) <= len(PARTS) or min(shares) < 0 or not 0 < sum(shares) < math.inf:
-        raise ValueError(f"--split {split} must be one to three finite numbers from 0 on, not all of them 0")
-    ends, total = [0.0], float(np.sum(np.array(shares)))
-    for share in shares + [0.0] * (len(PARTS) - len(shares)):
-        ends.append(ends[-1] + share / total)
-    return ends
 
 
 def build_datasets(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 
 from megatron_glm import heartbeat, signals
 from megatron_glm.config import RunConfig, TrainConfig
+from megatron_glm.config.data import UNNAMED_SET
 from megatron_glm.data.loader import MicroBatches, one_ahead
 from megatron_glm.data.packing import PackedBatch
 from megatron_glm.model.glm import GLMChunk
@@ -35,7 +36,7 @@ def train(
     chunks: Sequence[GLMChunk],
     optimizer: torch.optim.Optimizer,
     data: MicroBatches,
-    validation: MicroBatches | None,
+    validation: Mapping[str, MicroBatches],
     groups: ParallelGroups,
     progress: Progress,
 ) -> None:
@@ -77,12 +78,9 @@ def train(
             seconds = time.perf_counter() - start
             iteration, left = progress.iteration, None
             last = iteration == train_iters or divides(config.train.exit_interval, iteration)
-            if validation is not None and (iteration == train_iters or divides(config.train.eval_interval, iteration)):
-                passed = validation.evaluation(*batch_shape(config, groups), config.train.eval_iters)
+            if validation and (iteration == train_iters or divides(config.train.eval_interval, iteration)):
                 try:
-                    record["valid_lm_loss"], tokens = evaluate(chunks, passed, groups, config)
-                    loss = record["valid_lm_loss"]
-                    log(f" validation at iteration {iteration} | lm loss: {loss:.6E} | tokens: {tokens}")
+                    record["valid_lm_loss"] = validate(chunks, validation, groups, config, iteration)
                 except LeftOnSignal as caught:
                     left = caught
             iteration_log.report(record, seconds, counts.tokens, counts.flops)
@@ -100,6 +98,39 @@ def train(
             if last:
                 return
             collect_garbage(config.train, iteration)
+
+
+def validate(
+    chunks: Sequence[GLMChunk],
+    sets: Mapping[str, MicroBatches],
+    groups: ParallelGroups,
+    config: RunConfig,
+    iteration: int,
+) -> float | dict[str, float]:
+    """The mean loss of the validation set, or of each by its name; a line in the log for each."""
+    losses = {}
+    for name, data in sets.items():
+        losses[name], tokens = evaluate_once(chunks, data, groups, config)
+        which = "" if name == UNNAMED_SET else f" {name}"
+        log(f" validation{which} at iteration {iteration} | lm loss: {losses[name]:.6E} | tokens: {tokens}")
+    return losses[UNNAMED_SET] if list(losses) == [UNNAMED_SET] else losses
+
+
+def report_losses(
+    chunks: Sequence[GLMChunk], sets: Mapping[str, MicroBatches], groups: ParallelGroups, config: RunConfig
+) -> None:
+    """A line with the mean loss of each set, outside of training."""
+    for name, data in sets.items():
+        loss, tokens = evaluate_once(chunks, data, groups, config)
+        log(f"{name} | lm loss: {loss:.6f} | tokens: {tokens}")
+
+
+def evaluate_once(
+    chunks: Sequence[GLMChunk], data: MicroBatches, groups: ParallelGroups, config: RunConfig
+) -> tuple[float, int]:
+    """Mean loss of a pass over the data, or of its first --eval-iters global batches, and its loss tokens."""
+    with closing(data.evaluation(*batch_shape(config, groups), config.train.eval_iters)) as steps:
+        return evaluate(chunks, steps, groups, config)
 
 
 def requests(config: RunConfig, saver: Saver, groups: ParallelGroups, trained: bool) -> Requests:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_glm.config import LARGEST_BF16_BETA, DataConfig, PretrainDataConfig, RunConfig, flag_name, iterations
+from megatron_glm.config.data import validation_sets
 from megatron_glm.config.flags import PLAN_FLAGS, DataSection, print_always_so, refuse, resolve
 from megatron_glm.data.blend import parse_blend
-from megatron_glm.data.pretraining import parse_split
 from megatron_glm.flops import training_flops
 from megatron_glm.model.plan import work_per_rank
 from megatron_glm.training.planning import GIB, NETWORK_RATE, NODE_RATE, Plan
@@ -82,8 +82,10 @@ def planned_config(flags: argparse.Namespace, data: DataSection = DataConfig) ->
 def _planned_finetuning(config: RunConfig, warnings: list[str]) -> DataConfig:
     """The data of a run whose files may be missing."""
     data = config.data
-    for flag, paths in (("--data-path", data.data_path), ("--valid-data-path", data.valid_data_path)):
-        warnings += [f"{flag} {path} does not exist" for path in paths if not glob.glob(path)]
+    paths, _ = parse_blend(data.data_path, "--data-path")
+    sets = validation_sets(data.valid_data_path)
+    for flag, found in (("--data-path", paths), *(("--valid-data-path", paths) for paths in sets.values())):
+        warnings += [f"{flag} {path} does not exist" for path in found if not glob.glob(path)]
     if data.tokenizer_model is not None and not Path(data.tokenizer_model).exists():
         warnings.append(f"--tokenizer-model {data.tokenizer_model} does not exist")
     if data.tokenizer_model is None and config.hf_folder is None:
@@ -96,10 +98,11 @@ def _planned_finetuning(config: RunConfig, warnings: list[str]) -> DataConfig:
 def _planned_pretraining(config: RunConfig, warnings: list[str]) -> PretrainDataConfig:
     """The same for the prefixes of a pre-training run."""
     data = config.data
-    parse_split(data.split)
     for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        flag = flag_name(field)
-        prefixes, _ = parse_blend(getattr(data, field), flag)
+        flag, entries = flag_name(field), getattr(data, field)
+        if field == "valid_data_path":
+            entries = [path for paths in validation_sets(entries).values() for path in paths]
+        prefixes, _ = parse_blend(entries, flag)
         files = [f"{prefix}{ending}" for prefix in prefixes for ending in (".bin", ".idx")]
         warnings += [f"{flag} {file} does not exist" for file in files if not Path(file).exists()]
     if data.data_path or data.train_data_path or data.mock_data:

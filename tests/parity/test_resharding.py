@@ -102,7 +102,7 @@ def leg(config: RunConfig, groups) -> tuple[dict[str, Tensor], dict[str, Tensor]
     optimizer = build_optimizer(chunks, config.optimizer)
     progress = load_checkpoint(config, chunks, optimizer, groups, data)
     start = gathered(chunks, optimizer, groups.gloo_world)
-    train(config, chunks, optimizer, data, None, groups, progress)
+    train(config, chunks, optimizer, data, {}, groups, progress)
     return start, gathered(chunks, optimizer, groups.gloo_world)
 
 

@@ -117,7 +117,7 @@ def test_split_predicts_every_target_once_and_truncate_the_beginning():
     found = Counter()
     for batch in MicroBatches(split).batch(0, split.packs_per_epoch, 1):
         found.update(zip(batch.tokens[batch.loss_mask].tolist(), batch.labels[batch.loss_mask].tolist(), strict=True))
-    assert found == expected and split.packing.counts[0] == 2
+    assert found == expected and split.packing.counts[1] == 2
     truncated = PackedDataset(documents, 8, overlong="truncate")
     kept = {int(ids[0]) - 1000: ids for i in range(truncated.packs_per_epoch) for ids, _ in truncated.pack(i)}
     assert {i: ids.tolist() for i, ids in kept.items()} == {i: documents[i][0][:8].tolist() for i in range(4)}
@@ -214,7 +214,7 @@ def test_documents_without_loss_are_dropped_and_counted():
     targets[[0, 5, 17]] = True  # documents of 4 (first token only), 4 (second token), 10 (last token)
     documents = Documents(np.arange(18, dtype=np.int32), targets, np.array([0, 4, 8, 18]))
     dataset = PackedDataset(documents, 8)
-    assert (dataset.packing.counts[1], dataset.packs_per_epoch, dataset.loss_tokens([0])) == (2, 1, 1)
+    assert (dataset.packing.counts[2], dataset.packs_per_epoch, dataset.loss_tokens([0])) == (2, 1, 1)
     assert dataset.pack(0)[0][0].tolist() == [4, 5, 6, 7]
     assert "3 documents (1 overlong, 2 without loss dropped, 0 bad rows skipped) in 1 packs of 8" in dataset.summary()
     assert PackedDataset(documents, 8, overlong="split").loss_tokens([0]) == 2

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from megatron_glm.config import PretrainDataConfig
+from megatron_glm.config.data import parse_split
 from megatron_glm.data.indexed import HEADER, MAGIC, IndexedWriter
 from megatron_glm.data.loader import MicroBatches
-from megatron_glm.data.pretraining import MockDataset, build_datasets, parse_split
+from megatron_glm.data.pretraining import MockDataset, build_datasets
 
 VOCAB = 100_000
 ALL_TRAIN = "1,0,0"
