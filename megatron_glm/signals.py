@@ -99,9 +99,10 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 def _watch(reader: int) -> None:
     """Of the thread: every signal of the process is one byte from `reader`."""
-    interrupts = 0
+    interrupts, ended = 0, False
     while True:
-        if not select.select([reader], [], [], None if _store is None else POLL)[0]:
+        looks = _store is not None and not ended
+        if not select.select([reader], [], [], POLL if looks else None)[0]:
             _look_at_other_ranks()
             continue
         number = os.read(reader, 1)[0]
@@ -112,6 +113,7 @@ def _watch(reader: int) -> None:
             _say("interrupted again: stopped")
             os._exit(INTERRUPTED)
         if not _collecting:
+            ended = True  # what is in the store from now on is this rank's own
             if _store is not None:
                 _store.set(KEY, str(number))
             timer = threading.Timer(GRACE, _end, [_code(number)])

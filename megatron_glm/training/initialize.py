@@ -68,8 +68,8 @@ def initialize(config: RunConfig) -> ParallelGroups:
         dist.init_process_group(
             backend, store=meeting.store, rank=meeting.rank, world_size=meeting.world_size, timeout=limit
         )
-        signals.share(meeting.store)
         if meeting.world_size > 1:
+            signals.share(meeting.store)
             watch(config, meeting)
     host = host_group(config.parallel)
     require_same(host, facts_of_run(config))

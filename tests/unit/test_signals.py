@@ -83,13 +83,15 @@ print("ready", flush=True)
 """
 
 
-def test_a_signal_that_reaches_one_rank_before_training_ends_all(tmp_path):
+@pytest.mark.parametrize("reached, number, code", [(2, signal.SIGTERM, 75), (0, signal.SIGINT, 130)])
+def test_a_signal_that_reaches_one_rank_before_training_ends_all(tmp_path, reached, number, code):
     ranks = [start(BEGIN + STORE + "time.sleep(60)", str(tmp_path), RANK=str(rank)) for rank in range(3)]
-    for rank in (0, 1):
+    for rank in set(range(3)) - {reached}:
         assert ranks[rank].stdout.readline() == "ready\n"
-    assert sent(ranks[2], signal.SIGTERM) == (75, "")
-    ends = [rank.communicate(timeout=60)[1] for rank in ranks[:2]]
-    assert [rank.returncode for rank in ranks] == [75, 75, 75] and ends == [LINE[signal.SIGTERM], ""]
+    errors = {reached: sent(ranks[reached], number)[1]}
+    errors |= {rank: ranks[rank].communicate(timeout=60)[1] for rank in range(3) if rank != reached}
+    assert [rank.returncode for rank in ranks] == [code] * 3
+    assert errors == {0: LINE[number], 1: "", 2: ""}
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGUSR1, 75), (signal.SIGINT, 130)])
