@@ -7,8 +7,10 @@ export OMP_NUM_THREADS ?= 1
 setup:
 	@bash examples/setup.sh
 
+# All tests compute on the CPU, except those marked gpu: they come second, where there is a GPU (5: none was chosen).
 test:
-	@python=$$(bash examples/setup.sh) && $$python -m pytest -q $(PYTEST_ARGS)
+	@python=$$(bash examples/setup.sh) && CUDA_VISIBLE_DEVICES= $$python -m pytest -q $(PYTEST_ARGS) \
+	&& if nvidia-smi -L >/dev/null 2>&1; then $$python -m pytest -q -m gpu $(PYTEST_ARGS) || [ $$? = 5 ]; fi
 
 check:
 	@python=$$(bash examples/setup.sh) && $$python -m ruff check . && $$python -m ruff format --check .

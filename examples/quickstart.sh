@@ -32,15 +32,23 @@ chosen() {
   tee "$out/$1" | grep --line-buffered -E "^($2)"
 }
 
+# On a Hopper GPU its kernels, with attention sizes that they serve; else fp32 and the torch reference.
+sizes=() attention=(--attention-backend torch)
+if nvidia-smi -L >/dev/null 2>&1 && PYTHONPATH=$PWD "$python" -c \
+  'import sys; from megatron_glm.ops import backends; sys.exit(bool(backends.lacking("cudnn", "auto")))'; then
+  sizes=(--kernel-sizes) attention=(--attention-backend cudnn --bf16)
+fi
+
 step "make a model of glm5.2-tiny's shape and conversations about Python's standard library"
-"$python" examples/quickstart_data.py --save "$out"
+"$python" examples/quickstart_data.py --save "$out" "${sizes[@]}"
 
 step "convert it to a sharded checkpoint"
 "$python" tools/convert_hf.py --from-hf "$out/hf" --save "$out/base"
 
-step "fine-tune it for $iterations iterations"
+step "fine-tune it for $iterations iterations, ${attention[*]}"
 train=(finetune_glm.py --data-path "$out/train.jsonl" --valid-data-path "$out/valid.jsonl" --seq-length 256
   --micro-batch-size 2 --global-batch-size 4 --lr 4e-3 --lr-warmup-iters 4 --moe-router-bias-update-rate 0.01
+  "${attention[@]}"
   --save "$out/trained" --log-interval 10)
 lines="loaded|saved|leaving| validation|.*[.]jsonl:"
 if [ ! -t 2 ]; then lines+="| iteration"; fi # a terminal shows a bar
@@ -53,6 +61,7 @@ step "convert it back to the Hugging Face layout"
 step "check the result: read it in again, evaluate, compare with transformers"
 "$python" tools/convert_hf.py --from-hf "$out/hf_trained" --save "$out/reread"
 "$python" finetune_glm.py --load "$out/reread" --data-path "$out/valid.jsonl" --seq-length 256 --eval-only \
+  --attention-backend torch \
   | chosen eval.log "eval"
 if "$python" -c 'import transformers' 2>/dev/null; then
   loss=$(sed -n 's/^eval | lm loss: \([0-9.]*\) .*/\1/p' "$out/eval.log")

@@ -1,7 +1,7 @@
 """Makes the quickstart's input from what is on the machine: a small random GLM-5.2 in the Hugging Face layout and a
 chat dataset from the documentation strings of Python's standard library.
 
-    python examples/quickstart_data.py --save DIR      -> DIR/hf, DIR/train.jsonl, DIR/valid.jsonl
+    python examples/quickstart_data.py --save DIR [--kernel-sizes]      -> DIR/hf, DIR/train.jsonl, DIR/valid.jsonl
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ SPECIAL_TOKENS = (
 ).split()
 
 NOT_DOCUMENTATION = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "pydoc_data"}
+# Attention sizes that the GPU kernels serve, those of the released models except heads and top-k.
+KERNEL_SIZES = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 192, "v_head_dim": 256}
+KERNEL_SIZES |= {"index_head_dim": 128, "index_n_heads": 32, "index_topk": 128, "num_attention_heads": 8}
+KERNEL_SIZES |= {"num_key_value_heads": 8}
 LONGEST_ANSWER = 500  # characters
 VALIDATION_EVERY = 50  # rows
 
@@ -117,9 +121,9 @@ def make_tokenizer(folder: Path, texts: list[str], vocab_size: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def make_model(folder: Path) -> ModelConfig:
+def make_model(folder: Path, sizes: dict[str, int]) -> ModelConfig:
     """Config and weights: norm weights 1, all else, biases too, normal with std `initializer_range`."""
-    shutil.copyfile(PRESET, folder / "config.json")
+    (folder / "config.json").write_text(json.dumps(json.loads(PRESET.read_text()) | sizes, indent=2) + "\n")
     config = ModelConfig.from_hf(folder)
     generation = {"eos_token_id": list(config.eos_token_id), "pad_token_id": config.pad_token_id, "temperature": 1.0}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
@@ -139,10 +143,12 @@ def make_model(folder: Path) -> ModelConfig:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--save", type=Path, required=True, metavar="DIR", help="folder to write to")
-    folder = parser.parse_args().save
+    parser.add_argument("--kernel-sizes", action="store_true", help="attention sizes that the GPU kernels serve")
+    arguments = parser.parse_args()
+    folder = arguments.save
     hf = folder / "hf"
     hf.mkdir(parents=True, exist_ok=True)
-    config = make_model(hf)
+    config = make_model(hf, KERNEL_SIZES if arguments.kernel_sizes else {})
     make_tokenizer(hf, make_dataset(folder), config.vocab_size)
 
 

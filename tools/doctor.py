@@ -32,6 +32,11 @@ from megatron_glm import packages, signals  # noqa: E402
 if __name__ == "__main__":
     signals.install(signal.SIGINT)  # Ctrl-C: one line and exit code 130
 
+if __name__ == "__main__" and sys.version_info >= packages.PYTHONS[0]:
+    from megatron_glm import signals
+
+    signals.install(signal.SIGINT)  # Ctrl-C: one line and exit code 130
+
 GIB = 1 << 30
 SECONDS = 180  # the longest that one import may take: a cold file system, many cores compiling
 DESCRIPTORS = 16384  # rank 0 of 512 holds a socket to every rank for each of about ten groups
