@@ -5,7 +5,7 @@
 # the same layout in small on 8 CPU processes, with a random model and data made in TINY_FOLDER; PYTHON.
 # A recipe that sets PROGRAM=pretrain_glm.py first starts from scratch where CHECKPOINT is none.
 # Flags of the program on the command line come last and win. --dry-run plans the run and starts nothing.
-# Ranks: torchrun on each node, or, where SLURM_PROCID is set, this process is one of srun's.
+# Ranks: torchrun on each node, or this process is one of srun's.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 recipe_name=$(basename "$0" .sh)
@@ -14,19 +14,23 @@ tiny_folder=${TINY_FOLDER:-$PWD/tiny_output}
 settings=()
 args=()
 
-say() { if [ "${SLURM_PROCID:-0}" = 0 ]; then printf '%s\n' "$@"; fi; } # the first rank speaks
+# Whether this process is one of several that srun started. The script of sbatch looks the same: the program refuses it.
+by_srun=no
+if [ -n "${SLURM_PROCID:-}" ] && [ "${SLURM_NTASKS:-1}" != 1 ]; then by_srun=yes; fi
+
+say() { if [ $by_srun = no ] || [ "$SLURM_PROCID" = 0 ]; then printf '%s\n' "$@"; fi; } # the first rank speaks
 
 case ${SCALE:=full} in
   full)
-    if [ -n "${SLURM_PROCID:-}" ]; then # what srun started is what there is
-      NNODES=$SLURM_NNODES
-      GPUS_PER_NODE=$((SLURM_NTASKS / SLURM_NNODES))
+    if [ $by_srun = yes ]; then # what srun started is what there is
+      NNODES=${SLURM_NNODES:-1}
+      GPUS_PER_NODE=$((SLURM_NTASKS / NNODES))
       MASTER_ADDR=${MASTER_ADDR:-the first node}
     fi
     ;;
   tiny)
-    if [ -n "${SLURM_PROCID:-}" ]; then
-      echo "error: SCALE=tiny starts its own 8 processes: run it without srun" >&2
+    if [ $by_srun = yes ]; then
+      echo "error: SCALE=tiny starts its own 8 processes: run it without srun, or with SLURM_NTASKS=1" >&2
       exit 2
     fi
     NNODES=1 GPUS_PER_NODE=8 MASTER_ADDR=localhost
@@ -232,7 +236,7 @@ check_gpus() {
     problems+=("NNODES $NNODES x GPUS_PER_NODE $GPUS_PER_NODE = $world GPUs do not fit the layout: they must be a
   multiple of TP x CP x PP = $tp x $cp x $pp = $((tp * cp * pp)) and of PP x EP = $pp x $ep = $((pp * ep))")
   fi
-  if [ "$SCALE" = tiny ] || [ -n "${SLURM_PROCID:-}" ]; then return; fi
+  if [ "$SCALE" = tiny ] || [ $by_srun = yes ]; then return; fi
   gpus=$({ nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l)
   if ((gpus < GPUS_PER_NODE)); then
     problems+=("this machine has $gpus GPUs, GPUS_PER_NODE is $GPUS_PER_NODE. SCALE=tiny and --dry-run need none")
@@ -272,9 +276,9 @@ launch() {
   fi
   say "$recipe_name, SCALE=$SCALE:" "${settings[@]}"
   collect "$@"
-  if [ -z "${SLURM_PROCID:-}" ]; then python=$(bash "$root/examples/setup.sh"); fi
+  if [ $by_srun = no ]; then python=$(bash "$root/examples/setup.sh"); fi
   if given --dry-run "$@"; then
-    unset SLURM_PROCID
+    unset SLURM_PROCID # the plan is one process
     WORLD_SIZE=$((NNODES * GPUS_PER_NODE)) LOCAL_WORLD_SIZE=$GPUS_PER_NODE \
       exec "$python" "$root/$program" "${args[@]}"
   fi
@@ -293,12 +297,12 @@ launch() {
   check_save
   check_gpus
   if [ ${#problems[@]} != 0 ]; then
-    if [ "${SLURM_PROCID:-0}" = 0 ]; then printf 'error: %s\n' "${problems[@]}" >&2; fi
+    say "${problems[@]/#/error: }" >&2
     exit 2
   fi
 
   say "  flags (later ones win): $(quoted "${args[@]}")"
-  if [ -n "${SLURM_PROCID:-}" ]; then
+  if [ $by_srun = yes ]; then
     exec "$python" "$root/$program" "${args[@]}"
   fi
   # Flags that cannot be served are one line here, and one from every rank in torchrun's summary below.
@@ -311,5 +315,6 @@ launch() {
       --rdzv-endpoint "$MASTER_ADDR:${MASTER_PORT:-29500}")
   fi
   PATH=$(dirname "$(command -v "$python")"):$PATH # the torchrun of this interpreter, not another environment's
+  ulimit -Sn "$(ulimit -Hn)" # torchrun keeps the store that all ranks connect to
   exec torchrun "${nodes[@]}" --nproc-per-node "$GPUS_PER_NODE" "$root/$program" "${args[@]}"
 }

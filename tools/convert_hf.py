@@ -6,7 +6,6 @@ Alone or under torchrun, where each process takes a share of the files; `--inspe
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import signal
 import sys
@@ -24,6 +23,7 @@ if __name__ == "__main__":
 
 from megatron_glm.config.flags import Parser  # noqa: E402
 from megatron_glm.config.iterations import is_complete, iteration_folder, start  # noqa: E402
+from megatron_glm.launch import ranks_from_slurm, world_size  # noqa: E402
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -108,15 +108,40 @@ def run(arguments: argparse.Namespace, group: ProcessGroup | None) -> None:
         print(f"wrote {target}" + (", read back and found equal" if arguments.verify else ""))
 
 
+def meet(arguments: argparse.Namespace) -> ProcessGroup | None:
+    """All processes of torchrun or srun, once they are there; None for a process on its own and one that only reads.
+
+    Raises: ValueError if two of them have other flags or other code, or if the launcher's variables are incomplete.
+    """
+    if arguments.inspect is not None or arguments.dry_run:
+        return None
+    ranks_from_slurm()
+    if world_size() == 1:
+        return None
+    import torch.distributed as dist
+
+    from megatron_glm.parallel import rendezvous
+    from megatron_glm.training.agreement import code_digest, require_same
+
+    store, rank, ranks = rendezvous.meet(timedelta(minutes=10))
+    limit = timedelta(days=30)  # a dead process is noticed at once, all the same
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
+    facts = {f"--{name.replace('_', '-')}": str(value) for name, value in vars(arguments).items()}
+    require_same(dist.group.WORLD, facts | {"the digest of the code": code_digest()})
+    return dist.group.WORLD
+
+
 def main() -> int:
     arguments = parse_arguments()
     import torch.distributed as dist  # a second or more, after the flags are read
 
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
-    group = None
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and arguments.inspect is None and not arguments.dry_run:
-        dist.init_process_group("gloo", timeout=timedelta(days=30))  # a dead process is noticed at once, all the same
-        group = dist.group.WORLD
+    try:
+        group = meet(arguments)
+    except (ValueError, OSError) as error:
+        if not getattr(error, "told", False):  # by another process
+            print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
     try:
         run(arguments, group)
     except (ValueError, OSError) as error:

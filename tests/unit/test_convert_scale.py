@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -325,3 +326,31 @@ def test_torchrun(tmp_path: Path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.count("wrote ckpt") == 1, done.stderr
     assert sharded.latest(tmp_path / "ckpt") == 0
+
+
+def test_srun(tmp_path: Path):
+    """Two tasks share the files; two commands that differ are refused, and so is a task that srun did not start."""
+    hf_folder.make_folder(tmp_path / "hf")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        slurm = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "SLURM_NTASKS": "2"}
+    slurm |= {"OMP_NUM_THREADS": "1", "SLURM_JOB_ID": "1"}
+
+    def tasks(*targets: str, **step: str) -> list[tuple[int, str, str]]:
+        started = []
+        for rank, target in enumerate(targets):
+            environment = os.environ | slurm | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} | step
+            command = [sys.executable, str(TOOL), "--from-hf", "hf", "--save", target]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            started.append(subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, **pipes))
+        said = [process.communicate(timeout=120) for process in started]
+        return [(process.returncode, *texts) for process, texts in zip(started, said, strict=True)]
+
+    first, second = tasks("ckpt", "ckpt", SLURM_STEP_ID="0")
+    assert (first[0], second[0]) == (0, 0), first[2] + second[2]
+    assert "wrote ckpt" in first[1] and second[1] == "" and sharded.latest(tmp_path / "ckpt") == 0
+    for code, _, error in tasks("one", "two", SLURM_STEP_ID="1"):
+        assert code == 2 and "--save is one on rank 0" in error and "and two on rank 1" in error
+    assert not list(tmp_path.glob("one*")) and not list(tmp_path.glob("two*"))
+    [(code, _, error)] = tasks("one")
+    assert code == 2 and "start it with srun or torchrun" in error and error.count("\n") == 1

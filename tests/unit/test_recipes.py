@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -42,14 +43,20 @@ case $1 in
   */convert_hf.py) mkdir -p "$5/iter_0000000/hf"
     touch "$5/iter_0000000/hf/tokenizer.json" "$5/iter_0000000/tensors.index"
     echo 0 >"$5/latest_checkpointed_iteration.txt" ;;
-  *) echo "world ${WORLD_SIZE:-} rank ${SLURM_PROCID:-} master ${MASTER_ADDR:-}"; printf '%s\\n' "$@"
+  *) echo "world ${WORLD_SIZE:-} rank ${SLURM_PROCID:-} master ${MASTER_ADDR:-}"
+    echo "files $(ulimit -Sn) of $(ulimit -Hn), logs $LOGS"; printf '%s\\n' "$@"
     exit "${RANK_CODE:-0}" ;;
 esac""".replace("REAL_PYTHON", sys.executable),
-    "scontrol": 'if [ "$1" = show ]; then printf "node0\\nnode1\\n"; else echo "$@" >>"$BOX/scontrol.args"; fi',
+    "scontrol": """
+case "$1 $2" in
+  "show hostnames") printf "node0\\nnode1\\n" ;;
+  "show job") printf "JobId=%s\\n   Command=%s\\n" "$3" "${SUBMITTED:-}" ;;
+  *) echo "$@" >>"$BOX/scontrol.args" ;;
+esac""",
     # 2 nodes x 4 ranks; the highest exit code is srun's
     "srun": """
 while [ "${1#--}" != "$1" ]; do case $1 in --output=*) output=${1#*=} ;; esac; shift; done
-export SLURM_NTASKS=8 SLURM_NNODES=2 code=0
+export SLURM_NTASKS=8 SLURM_NNODES=2 SLURM_STEP_ID=0 code=0
 for rank in 0 1 2 3 4 5 6 7; do
   SLURM_PROCID=$rank SLURM_LOCALID=$((rank % 4)) "$@" >>"${output//%t/$rank}" 2>&1 &
 done
@@ -313,6 +320,42 @@ def test_a_slurm_job_runs_requeues_and_resumes(box):
         text = (box / "logs" / f"rank-{rank}.log").read_text()
         assert text.startswith(before)  # one log a rank, over all attempts
         assert f"--load\n{box / 'save'}\n" in text[len(before) :]
+
+
+def spooled(box: Path, **environment: str) -> subprocess.CompletedProcess:
+    """A job as SLURM runs it: a copy of the sbatch file, in the folder from which it was submitted."""
+    (box / "slurm_script").write_bytes((ROOT / "examples/slurm/glm5_hellaswag.sbatch").read_bytes())
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "x", "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_PROCID": "0"}
+    slurm |= {"SLURM_SUBMIT_DIR": str(box), "MASTER_ADDR": ""}
+    return bash(box, str(box / "slurm_script"), *SMALL, **slurm | environment)
+
+
+@pytest.mark.parametrize("known_by", ["SUBMITTED", "MEGATRON_GLM"])
+def test_a_job_can_be_submitted_from_any_folder(box, known_by):
+    where = {"SUBMITTED": f"{ROOT}/examples/slurm/glm5_hellaswag.sbatch --lr 1", "MEGATRON_GLM": str(ROOT)}
+    done = spooled(box, **{known_by: where[known_by]})
+    assert done.returncode == 0, done.stderr
+    text = (box / "logs/x-7/rank-3.log").read_text()  # beside the folder from which it was submitted
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert "rank 3 master node0" in text and f"files {hard} of {hard}, logs logs/x-7\n" in text
+
+
+@pytest.mark.parametrize(
+    "environment, words",
+    [
+        ({}, ["is not the repository", "set MEGATRON_GLM to its folder"]),
+        ({"MEGATRON_GLM": "/none"}, ["'/none' is not the repository"]),
+        ({"MEGATRON_GLM": str(ROOT), "SLURM_JOB_ID": ""}, ["SLURM_JOB_ID is not set", "submit this file with sbatch"]),
+        ({"MEGATRON_GLM": str(ROOT), "scontrol": ""}, ["scontrol names no node of 'node[0-1]'", "set MASTER_ADDR"]),
+    ],
+)
+def test_what_a_job_lacks_is_one_line_with_the_remedy(box, environment, words):
+    if "scontrol" in environment:
+        (box / "bin/scontrol").write_text("#!/bin/sh\nexit 1\n")
+    done = spooled(box, **environment)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
+    assert not (box / "logs/x-7/rank-0.log").exists()
 
 
 def test_a_failed_slurm_job_is_not_queued_again(box):
