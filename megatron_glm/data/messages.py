@@ -81,8 +81,8 @@ def parsed(value: Any, what: str) -> Any:
 
 
 def read_tools(tools: Any, notes: Notes) -> list[dict] | None:
-    """The tools of a row: a list of objects, whole or each as JSON text."""
-    tools = parsed(tools, "tools")
+    """The tools of a row: a list of objects, whole or each as JSON text; "" is none, as tables of text have it."""
+    tools = parsed(tools, "tools") if tools != "" else None
     if tools is None:
         return None
     found = [parsed(tool, f"tools[{i}]") for i, tool in enumerate(tools)] if isinstance(tools, list) else None

@@ -258,6 +258,9 @@ class RowReader:
                     raise ValueError(f"chat_template_kwargs.{key}: {self.template.name} does not read it, only {can}")
                 if settings.setdefault(key, value) != value:
                     raise ValueError(f"the row sets {key} to {settings[key]!r} and to {value!r}")
+        for key, value in settings.items():
+            if isinstance(value, str) and value.lower() in ("true", "false"):
+                raise ValueError(f"{key} is the string {value!r}, which templates take for true: make it a boolean")
         return settings
 
     def _refuse_special(self, messages: list[dict], tools: list[dict] | None) -> None:

@@ -34,6 +34,9 @@ THINK_IN_PROMPT = """[gMASK]<sop>
 <|assistant|>{{ '</think>' if enable_thinking is defined and not enable_thinking else '<think>' }}
 {%- endif -%}"""
 
+PLAIN = "{% for m in messages %}{{ '<|' + m.role + '|>' + BODY }}{% endfor %}"
+PLAIN += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+
 TOOLS = [{"type": "function", "function": {"name": "wetter", "description": "für <b>Städte</b>", "parameters": {}}}]
 CALL = {"type": "function", "function": {"name": "wetter", "arguments": {"ort": "Köln", "tage": 3}}}
 CALL_TEXT = (
@@ -165,6 +168,12 @@ def test_a_template_in_which_turns_cannot_be_found_is_refused(tmp_path: Path, pr
         tokenise(tmp_path, {"messages": [user("a"), assistant("b")]}, skip_bad_rows=True)
 
 
+def test_a_template_whose_prompt_changes_the_text_before_it_is_refused():
+    source = "{{ '.' if add_generation_prompt else '' }}" + PLAIN.replace("BODY", "m.content")
+    with pytest.raises(ValueError, match="turns cannot be found in the text of the chat template moved"):
+        rendered(ChatTemplate(source, "moved"), [user("a"), assistant("b")])
+
+
 def test_a_chat_is_rendered_once(template: ChatTemplate, monkeypatch):
     conversation = [user("a"), assistant("b", reasoning_content="t")] * 40
     targets_of(template, conversation)  # what is found once a template
@@ -173,10 +182,6 @@ def test_a_chat_is_rendered_once(template: ChatTemplate, monkeypatch):
         template, "render", lambda *args, **kwargs: calls.append(1) or ChatTemplate.render(template, *args)
     )
     assert len(targets_of(template, conversation)) == 40 and len(calls) == 1
-
-
-PLAIN = "{% for m in messages %}{{ '<|' + m.role + '|>' + BODY }}{% endfor %}"
-PLAIN += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,7 @@ CHATS = [
     (chat(HI, GOOD, extra_body={"chat_template_kwargs": {"enable_thinking": False}}), "/nothink<", "\ng<|user|>"),
     (chat(HI, GOOD, enable_thinking=False), "/nothink<|assistant|>", "\ng<|user|>"),
     (chat(HI, GOOD, functions=[TOOL["function"]]), f"<tools>\n{json.dumps(TOOL)}\n</tools>", ANSWER),
+    (chat(HI, GOOD, tools=""), "<|user|>", ANSWER),
     (chat(HI, GOOD, tools=[json.dumps(TOOL)]), f"<tools>\n{json.dumps(TOOL)}\n</tools>", ANSWER),
     (chat({"role": "system", "content": "s", "tools": [TOOL]}, HI, GOOD), json.dumps(TOOL), ANSWER),
     (result([{"type": "text", "text": "10"}, {"type": "text", "text": "525"}]), "\n10525\n", CALL_TEXT),
@@ -97,6 +98,7 @@ CHATS = [
     ),
     ({"instruction": "do", "input": "it", "output": "g", "text": "do it: g"}, "<|user|>\ndo\nit<|assistant|>", ANSWER),
     ({"prompt": [HI, BAD, HI], "completion": [GOOD]}, "b<|user|>\nh<|assistant|>", ANSWER),
+    ({"prompt": [HI, BAD], "completion": [HI, GOOD], "system": "s"}, "<|system|>\ns<|user|>", ANSWER),
     ({"prompt": "a", "response": "b"}, "ab", "b<|endoftext|>"),
 ]
 
@@ -133,6 +135,7 @@ REFUSED = [
         "clear_thinking: .* not read it, only enable_thinking",
     ),
     (chat(HI, GOOD, chat_template_kwargs={"add_generation_prompt": 1}), "chat_template_kwargs.add_generation_prompt"),
+    (chat(HI, GOOD, chat_template_kwargs={"enable_thinking": "false"}), "enable_thinking is the string 'false'"),
     (chat(HI, GOOD, extra_body={"top_k": 1}), "extra_body.top_k is not read"),
     (
         chat(HI, GOOD, enable_thinking=True, extra_body={"chat_template_kwargs": {"enable_thinking": False}}),
