@@ -67,6 +67,7 @@ MEGATRON_NAMES = {
 }
 HEAD_START = 10  # seconds: torchrun ends all ranks when one has left, and the first one has something to say
 NO_SHAPE = "give --hf-config DIR or PRESET, --load or --load-hf: the model has no shape yet"
+DOCUMENTS_APART = {"--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss"}  # Megatron's; always so here
 OTHER_SCRIPT = {
     DataConfig: (PretrainDataConfig, "pretrain_glm.py"),
     PretrainDataConfig: (DataConfig, "finetune_glm.py"),
@@ -127,6 +128,7 @@ class RunParser(Parser):
         leading, flags = sort_flags.split(words)
         known = sort_flags.Known(self.takes_value, self.elsewhere)
         verdicts = [sort_flags.verdict(flag, known) for flag in flags]
+        given = {each.flag.name for each in verdicts}
         own = [each.flag.words for each in verdicts if each.kind == sort_flags.ACCEPTED]
         parsed, unread, error = None, [], ""
         try:
@@ -141,6 +143,8 @@ class RunParser(Parser):
             self.error(error)
         if unread:
             self.error(f"unexpected argument {unread[0]}" + ("; write --FLAG VALUE" if "=" in unread[0] else ""))
+        if "no_document_mask" in parsed and (apart := given & DOCUMENTS_APART):
+            self.error(f"{min(apart)} and --no-document-mask contradict each other: give one")
         parsed.always_so = [each.flag.word for each in verdicts if each.kind == sort_flags.ALWAYS_SO]
         return parsed
 
@@ -289,6 +293,10 @@ def _require_shape_of_weights(flag: str, folder: Path, overrides: dict[str, Any]
             given = f"{MEGATRON_NAMES.get(name, flag_name(name))} {overrides[name]}"
             what = f"{theirs}-layer checkpoint" if name == "num_hidden_layers" else f"checkpoint of {name} {theirs}"
             raise ValueError(f"{given} with a {what} ({flag} {folder}): leave the flag out")
+    wanted = overrides.get("num_nextn_predict_layers", 0)
+    if wanted and wanted > (there := ModelConfig.from_hf(folder).num_nextn_predict_layers):
+        what = f"checkpoint of {there} MTP layers ({flag} {folder})"
+        raise ValueError(f"--mtp-num-layers {wanted} with a {what}: give at most {there}")
 
 
 def _require_same_model(source: str, flag: str, checkpoint: Path, overrides: dict[str, Any]) -> None:

@@ -47,6 +47,7 @@ ALWAYS: dict[str, tuple[str, ...]] = {
     "--moe-permute-fusion": (),
     "--moe-router-fusion": (),
     "--moe-per-layer-logging": (),
+    "--moe-shared-expert-overlap": (),
     "--expert-tensor-parallel-size": ("1",),
     # optimizer, sharding, numbers
     "--optimizer": ("adam", "adamw"),
@@ -200,7 +201,6 @@ NOT_HERE = {
     "--moe-expert-capacity-factor": NO_CAPACITY,
     "--moe-pad-expert-input-to-capacity": NO_CAPACITY,
     "--moe-token-dropping": NO_CAPACITY,
-    "--moe-shared-expert-overlap": "the shared expert does not run beside the dispatch",
     "--overlap-moe-expert-parallel-comm": "dispatch does not overlap the layers of another micro-batch",
     "--combined-1f1b": "dispatch does not overlap the layers of another micro-batch",
     "--combined-1f1b-recipe": "dispatch does not overlap the layers of another micro-batch",

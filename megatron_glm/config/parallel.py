@@ -74,6 +74,11 @@ class ParallelConfig(Section):
 
     def _check_dispatcher(self) -> None:
         kind, node = self.moe_token_dispatcher_type, self.expert_node_size
+        if kind == "hybridep":
+            raise ValueError(
+                "--moe-token-dispatcher-type hybridep needs DeepEP's HybridEPBuffer, which this version does not bind "
+                "yet (https://github.com/deepseek-ai/DeepEP/tree/hybrid-ep); use hybrid, the same on process groups"
+            )
         if (kind == "hybrid") != (node is not None):
             raise ValueError(
                 f"--moe-token-dispatcher-type {kind} with --expert-node-size {node}: hybrid needs it, no other takes it"

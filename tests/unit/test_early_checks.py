@@ -43,6 +43,12 @@ def folder(tmp_path, monkeypatch, capsys) -> Path:
         (2, {"load": "tuned", "seq_length": 32}, "tuned was trained with --seq-length 24, this run has 32"),
         (2, {"load": "tuned", "data_path": "valid.jsonl"}, "tuned was trained on other data"),
         (2, {"load": "tuned", "preset": None, "num_layers": 2}, "--num-layers 2 with a 3-layer checkpoint"),
+        (
+            2,
+            {"load": "tuned", "preset": None, "mtp_num_layers": 2},
+            "--mtp-num-layers 2 with a checkpoint of 1 MTP lay",
+        ),
+        (2, {"moe_token_dispatcher_type": "hybridep"}, "--moe-token-dispatcher-type hybridep needs DeepEP"),
         (2, {"valid_data_path": "gone.jsonl"}, "gone.jsonl holds or matches no file"),
     ],
 )

@@ -140,6 +140,12 @@ def test_one_wrong_flag_gets_its_reason(capsys, words, answer):
     assert answer in refusal(capsys, [*TINY, *words.split()])
 
 
+def test_documents_are_apart_or_not(capsys):
+    words = "--hf-config glm5.2-tiny --mock-data --train-iters 1 --no-document-mask --reset-attention-mask".split()
+    answer = "--reset-attention-mask and --no-document-mask contradict each other"
+    assert answer in refusal(capsys, words, PretrainDataConfig)
+
+
 def test_the_indexer_pattern_of_the_model_is_accepted_from_both_flags():
     flags = "--hf-config glm5.2 --data-path rows.jsonl --train-iters 10".split()
     parse([*flags, *"--dsa-indexer-topk-freq 4 --dsa-indexer-skip-topk-offset 3".split()])

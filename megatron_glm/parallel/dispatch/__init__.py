@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Dispatcher", "make_dispatcher"]
 
-NAMES = ("allgather", "alltoall", "hybrid", "hybridep")
-DEEPEP = "https://github.com/deepseek-ai/DeepEP/tree/hybrid-ep"
+NAMES = ("allgather", "alltoall", "hybrid")
 
 
 def make_dispatcher(
@@ -28,11 +27,6 @@ def make_dispatcher(
     ranks = groups.ep.size()
     if name not in NAMES:
         raise ValueError(f"--moe-token-dispatcher-type is {name!r}, but must be one of {', '.join(NAMES)}")
-    if name == "hybridep":
-        raise ValueError(
-            "--moe-token-dispatcher-type hybridep needs DeepEP's HybridEPBuffer, which this version does not bind yet "
-            f"(build it from {DEEPEP}); use hybrid, the same two levels on process groups"
-        )
     if n_experts % ranks:
         raise ValueError(f"{n_experts} experts do not divide by --expert-model-parallel-size {ranks}")
     if ranks == 1:
