@@ -65,7 +65,6 @@ NEUTRAL = """
     num_return_sequences output_scores remove_invalid_values repetition_penalty return_dict_in_generate
     suppress_tokens target_lookbehind temperature top_k top_p typical_p
 """.split()
-UNKNOWN = "this trainer does not know that key: remove it (or make it null) if it does not change the model"
 
 
 def refuse_unserved(raw: dict[str, Any], fields: set[str], path: Path) -> None:
@@ -78,12 +77,16 @@ def refuse_unserved(raw: dict[str, Any], fields: set[str], path: Path) -> None:
         raise ValueError(f"{path}: architectures is {architectures}, only ['{ARCHITECTURE}'] is served")
     if raw.get("model_type") != MODEL_TYPE:
         raise ValueError(f"{path}: model_type is {raw.get('model_type')!r}, only {MODEL_TYPE!r} is served")
-    known = fields.union(READ, NEUTRAL)
-    for name, value in raw.items():
-        if name in (served := SERVED_VALUES | SERVED_IF_GIVEN):
-            _require_served(name, value, served[name], path)
-        elif name not in known:
-            raise ValueError(f"{path}: {name} is {shortened(value)}: {UNKNOWN}")
+    served = SERVED_VALUES | SERVED_IF_GIVEN
+    for name in (name for name in raw if name in served):
+        _require_served(name, raw[name], served[name], path)
+    if unknown := [name for name in raw if name not in fields.union(READ, NEUTRAL, served)]:
+        first, others = (
+            f"{unknown[0]} is {shortened(raw[unknown[0]])}",
+            "".join(f", nor {name}" for name in unknown[1:]),
+        )
+        remedy = "remove it (or make it null) if it does not change the model"
+        raise ValueError(f"{path}: {first}: this trainer does not know that key{others}: {remedy}")
     _require_equal(raw, "num_key_value_heads", "num_attention_heads", raw.get("num_attention_heads"), path)
     for alias in EXPERT_ALIASES:
         _require_equal(raw, alias, "n_routed_experts", raw.get("n_routed_experts"), path)

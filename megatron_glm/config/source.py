@@ -79,7 +79,7 @@ def describe(source: str | Path) -> str:
     if snapshots := sorted(path.glob("snapshots/*/config.json")):
         return f"; it is a download cache, and the model is in {snapshots[-1].parent}"
     if len(inside := sorted(path.glob("*/config.json"))) == 1:
-        return f"; there is one in {inside[0].parent}"
+        return f"; a model is in {inside[0].parent}"
     return ""
 
 
@@ -120,15 +120,11 @@ def require_whole(path: Path) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; a key that is null counts as absent, at any depth.
-
-    Raises: ValueError naming the file if it is not that, or says a key twice.
-    """
+    """The object in a JSON file. Raises ValueError naming the file if it is not that, or says a key twice."""
+    require_content(path)
     try:
-        content = json.loads(require_content(path).read_text(encoding="utf-8"), object_pairs_hook=unique)
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        if str(error).startswith(str(path)):
-            raise
         raise ValueError(f"{path}: not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path}: a config must be a JSON object, not {type(content).__name__}")

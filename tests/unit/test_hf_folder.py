@@ -313,7 +313,7 @@ def test_a_path_of_another_kind_is_told(folder: Path, tmp_path: Path):
         folder / "config.json": file,
         folder / SHARDS[0]: file,
         cache.parents[1]: f"it is a download cache, and the model is in {cache}",
-        tmp_path: "holds no config.json; there is one in .*hf",
+        tmp_path: "holds no config.json; a model is in .*hf",
         Path("zai-org/GLM-5.2"): command,
     }.items():
         with pytest.raises(ValueError, match=words):
@@ -355,11 +355,13 @@ def test_inspect_reads_either_kind_and_names_neither(folder: Path, tmp_path: Pat
     assert any("Hugging Face folder: " in line for line in shown)
     with pytest.raises(ValueError, match="nowhere does not exist"):
         report.inspect(tmp_path / "nowhere", False, shown.append)
-    with pytest.raises(ValueError, match="holds no config.json; there is one in .*hf"):
+    with pytest.raises(ValueError, match="holds no config.json; a model is in .*hf"):
         report.inspect(tmp_path, False, shown.append)
 
 
 def test_tokenizers_and_templates_that_are_not_whole(folder: Path):
+    with pytest.raises(ValueError, match=f"neither tokenizer.json nor a .model file; there is one in {folder}"):
+        Tokenizer.load(folder.parent)
     pointer("tokenizer.json")(folder)
     for path in (folder, folder / "tokenizer.json"):
         with pytest.raises(ValueError, match="--tokenizer-model: .*tokenizer.json is a Git LFS pointer"):
@@ -370,8 +372,6 @@ def test_tokenizers_and_templates_that_are_not_whole(folder: Path):
             Tokenizer.load(path)
     with pytest.raises(ValueError, match="--tokenizer-model: zai-org/GLM-5 does not exist; .*hf download zai"):
         Tokenizer.load("zai-org/GLM-5")
-    with pytest.raises(ValueError, match=f"neither tokenizer.json nor a .model file; there is one in {folder}"):
-        Tokenizer.load(folder.parent)
     pointer("chat_template.jinja")(folder)
     with pytest.raises(ValueError, match="chat_template.jinja is a Git LFS pointer"):
         ChatTemplate.load(folder)

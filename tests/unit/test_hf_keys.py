@@ -59,6 +59,7 @@ REFUSED = {
     "window": (dict(sliding_window=4096), "sliding_window is 4096: this trainer does not know that key"),
     "false, still unknown": (dict(use_qk_norm=False), "use_qk_norm is False: this trainer does not know that key"),
     "long": (dict(approximate_experts=[1] * 99), "approximate_experts is [1, 1, 1"),
+    "several": (dict(mhc=True, hc_mult=4), "mhc is True: this trainer does not know that key, nor hc_mult: remove"),
     "other case": (dict(Hidden_Act="gelu"), "Hidden_Act is 'gelu': this trainer does not know that key"),
     "nested": (dict(text_config={"rope_scaling": YARN}), "text_config is {'rope_scaling': {'factor': 40,"),
     "end token null": (dict(eos_token_id=[None]), "eos_token_id is [None], it must be a token id"),
