@@ -10,19 +10,16 @@ from __future__ import annotations
 import argparse
 import fcntl
 import hashlib
-import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed, too
@@ -39,20 +36,17 @@ from megatron_glm.data.blend import cache_key  # noqa: E402
 from megatron_glm.data.files import (  # noqa: E402
     SUFFIXES,
     check_unicode,
-    count_parquet_rows,
     decode_row,
-    file_format,
     find_files,
-    read_rows,
 )
 from megatron_glm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, smallest_dtype  # noqa: E402
 from megatron_glm.data.report import RowReport  # noqa: E402
 from megatron_glm.data.rows import special_token_error, special_token_pattern  # noqa: E402
+from megatron_glm.data.tokenise import Rows, read_chunks  # noqa: E402
 from megatron_glm.data.tokenizer import END_OF_TEXT, Tokenizer  # noqa: E402
+from megatron_glm.data.workers import in_order  # noqa: E402
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
-CHUNK_BYTES = 2**19  # text that a worker tokenises at a time
-Rows = list[tuple[str, bytes | dict]]  # with the place of each
 
 
 @dataclass(frozen=True)
@@ -66,20 +60,32 @@ class Settings:
 
 
 class Encoder:
-    """Rows to token ids."""
+    """Rows to token ids. It can be pickled before it is used, for worker processes."""
 
     def __init__(self, settings: Settings):
-        self.tokenizer = Tokenizer.load(settings.tokenizer_model)
-        self.keys = settings.json_keys
-        self.end = self.tokenizer.require(END_OF_TEXT) if settings.append_eod else None
-        self.special = None if settings.special_tokens_in_text else special_token_pattern(self.tokenizer)
-        self.dtype = smallest_dtype(self.tokenizer.vocab_size)
+        self.settings, self.keys = settings, settings.json_keys
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.load(self.settings.tokenizer_model)
+
+    @cached_property
+    def end(self) -> int | None:
+        return self.tokenizer.require(END_OF_TEXT) if self.settings.append_eod else None
+
+    @cached_property
+    def dtype(self) -> np.dtype:
+        return smallest_dtype(self.tokenizer.vocab_size)
+
+    @cached_property
+    def special(self) -> re.Pattern | None:
+        return None if self.settings.special_tokens_in_text else special_token_pattern(self.tokenizer)
 
     def encode(self, rows: Rows) -> list[tuple[bytes, list[int]]]:
         """(the ids of all documents, their lengths) under each key; empty texts make no document."""
         texts = [self._texts(place, raw) for place, raw in rows]
         results = []
-        for column in zip(*texts, strict=True):
+        for column in zip(*texts, strict=True) if texts else [()] * len(self.keys):
             ids = [ids for ids, _ in self.tokenizer.encode_batch(list(column)) if len(ids)]
             documents = [self._ended(document).astype(self.dtype) for document in ids]
             results.append((b"".join(map(np.ndarray.tobytes, documents)), list(map(len, documents))))
@@ -105,42 +111,15 @@ class Encoder:
         return [row[key] for key in self.keys]
 
 
-_encoder: Encoder  # of a worker
-
-
-def start_worker(settings: Settings) -> None:
-    global _encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent meets it
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # nobody is left behind
-    _encoder = Encoder(settings)
-
-
-def encode(rows: Rows) -> list[tuple[bytes, list[int]]]:
-    return _encoder.encode(rows)
-
-
-def read_chunks(path: Path) -> Iterator[tuple[Rows, int]]:
-    """(rows, how much of the file they are in bytes) in the order of the file."""
-    if path.suffix.lower() in TEXT_SUFFIXES:
-        try:
-            yield [(str(path), {"text": path.read_text("utf-8")})], path.stat().st_size
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: {error}") from error
+def read(path: Path) -> Iterator[tuple[int, Rows]]:
+    """(bytes of the file that they take, rows) in the order of the file; a text file is one row."""
+    if path.suffix.lower() not in TEXT_SUFFIXES:
+        yield from read_chunks(path)
         return
-    suffix, compression = file_format(path)
-    row_bytes = path.stat().st_size // max(1, count_parquet_rows(path)) if suffix == ".parquet" else 0
-    rows, nbytes, text = [], 0, 0
-    for place, raw in read_rows(path):
-        rows.append((place, raw))
-        size = len(raw) if isinstance(raw, bytes) else sum(len(text) for text in raw.values() if isinstance(text, str))
-        nbytes += 0 if compression else row_bytes or size
-        text += size
-        if text >= CHUNK_BYTES:
-            yield rows, nbytes
-            rows, nbytes, text = [], 0, 0
-    if rows:
-        yield rows, nbytes
+    try:
+        yield path.stat().st_size, [(str(path), {"text": path.read_text("utf-8")})]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -192,27 +171,24 @@ class Progress:
 
 
 def tokenise(parts: list[Part], settings: Settings, dtype: np.dtype, workers: int, progress: Progress) -> None:
-    """Writes the parts that are not done, in order; the workers run ahead of the writing by a few chunks each."""
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, start_worker, (settings,))
-    pending: deque[tuple[Part, Future, int]] = deque()
-    chunks = ((part, rows, nbytes) for part in parts for rows, nbytes in read_chunks(part.source))
-    try:
-        ahead = next(chunks, None)
+    """Writes the parts that are not done, in order."""
+
+    def chunks() -> Iterator[tuple[tuple[int, bool], Rows]]:
+        for part in parts:
+            yield from (((size, False), rows) for size, rows in read(part.source))
+            yield (0, True), []  # the file's last: it is closed before a bad row of the next one can stop all
+
+    with closing(in_order(Encoder(settings).encode, chunks(), workers)) as results:
         for part in parts:
             with ExitStack() as stack:
                 writers = [stack.enter_context(IndexedWriter(prefix, dtype)) for prefix in part.prefixes]
-                while (ahead and ahead[0] is part) or (pending and pending[0][0] is part):
-                    while ahead and len(pending) < 4 * workers:
-                        pending.append((ahead[0], pool.submit(encode, ahead[1]), ahead[2]))
-                        ahead = next(chunks, None)
-                    _, future, nbytes = pending.popleft()
-                    for writer, (raw, lengths) in zip(writers, future.result(), strict=True):
+                for (size, last), encoded in results:
+                    if last:
+                        break
+                    for writer, (raw, lengths) in zip(writers, encoded, strict=True):
                         writer.add_bytes(raw, lengths)
                         progress.update(0, len(raw) // dtype.itemsize)
-                    progress.update(nbytes, 0)
-    finally:
-        pool.shutdown(cancel_futures=True)
+                    progress.update(size, 0)
 
 
 def merge(parts: list[Part], number: int, target: str, dtype: np.dtype) -> str:
@@ -249,6 +225,7 @@ def run(arguments: argparse.Namespace) -> None:
             if path.exists():
                 raise ValueError(f"{path} exists: remove it, or give another --output-prefix")
     encoder = Encoder(settings)
+    _ = encoder.end  # a tokenizer without one is found before anything is written
     parts = plan(arguments, encoder)
     folder = Path(f"{arguments.output_prefix}.parts")
     folder.mkdir(parents=True, exist_ok=True)
@@ -299,9 +276,6 @@ def main() -> int:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
     try:
         run(parse_arguments())
-    except BrokenProcessPool:
-        print("error: a worker died, maybe for want of memory: give fewer --workers", file=sys.stderr)
-        return 1
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1 if isinstance(error, OSError) else 2

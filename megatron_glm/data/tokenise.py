@@ -20,6 +20,7 @@ from .workers import in_order
 DOCUMENTS, TARGETS, REPORT = "documents", "targets", "report"  # the files of a folder of tokenised documents
 CHUNK_ROWS, CHUNK_BYTES = 256, 2**18  # a worker takes rows until either is reached: 50 to 500 ms of work
 BYTES_A_WORKER = 2**23  # of input: below, starting another worker takes longer than it saves
+MOST_WORKERS = 64  # reading and writing, which one process does, takes about a fiftieth of the work
 PROGRESS_SECONDS = 10
 
 Rows = list[tuple[str, RawRow]]  # with the place of each
@@ -50,7 +51,7 @@ def write_documents(
     """Tokenises all rows of the files into `folder`: documents.bin and .idx, their targets, and the report.
 
     Args:
-        workers: processes; None for one on each core, fewer where the files are small.
+        workers: processes; None for one on each core, at most MOST_WORKERS, fewer where the files are small.
         say: takes a line on the progress every PROGRESS_SECONDS.
     Raises:
         ValueError: naming file and row, for the first bad row in the order of the files, unless bad rows are skipped;
@@ -58,7 +59,7 @@ def write_documents(
     """
     size = sum(path.stat().st_size for path in files)
     if workers is None:
-        workers = max(1, min(len(os.sched_getaffinity(0)), size // BYTES_A_WORKER))
+        workers = max(1, min(len(os.sched_getaffinity(0)), size // BYTES_A_WORKER, MOST_WORKERS))
     chunks = (chunk for path in files for chunk in read_chunks(path))
     report, progress = RowReport(), Progress(size, say)
     targets = folder / TARGETS

@@ -46,7 +46,7 @@ def in_order(
         while pending:
             yield _first(pending)
     except BrokenProcessPool as error:
-        raise OSError(f"one of {workers} worker processes died, maybe for want of memory: use fewer") from error
+        raise OSError(f"one of {workers} workers died, maybe for want of memory: fewer need less of it") from error
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -231,7 +231,7 @@ def die(chunk: int) -> int:
 
 
 def test_a_killed_worker_is_an_error():
-    with pytest.raises(OSError, match="one of 2 worker processes died"):
+    with pytest.raises(OSError, match="one of 2 workers died"):
         list(in_order(die, ((i, i) for i in range(100)), 2))
 
 
