@@ -183,7 +183,7 @@ def test_a_recipe_spends_its_memory_where_it_saves_the_most_traffic(box, name):
 def test_one_recipe_runs_in_small(tmp_path):
     """Eight processes that train, and the settings that they print."""
     environment = os.environ | {"SCALE": "tiny", "PYTHON": sys.executable, "TINY_FOLDER": str(tmp_path)}
-    command = ["bash", str(ROOT / "examples/glm5.2_32k_cp8.sh"), "--train-iters", "1"]
+    command = ["bash", str(ROOT / "examples/glm5.2_32k_cp8.sh"), "--train-iters", "1", "--verbose"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(" iteration        1/       1 | consumed samples:            8 |") == 1
