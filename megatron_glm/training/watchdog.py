@@ -20,10 +20,12 @@ from types import FrameType
 from typing import TextIO
 
 import torch.distributed as dist
-from torch._C import _distributed_c10d
 
 from megatron_glm import heartbeat
 from megatron_glm.parallel.rendezvous import some
+from megatron_glm.torch_private import private
+
+c10d = private(__name__, "torch._C._distributed_c10d")
 
 REPORT_WITHIN = 20.0  # seconds for the ranks to say where they are
 BACKSTOP = 120.0  # seconds after the limit: this thread itself did not run, as when C code holds Python's lock
@@ -110,7 +112,7 @@ class Watchdog(threading.Thread):
         stream.write(f"rank {self.rank} of {self.ranks}, process {os.getpid()}, {_at(heartbeat.step)}\n")
         stream.flush()
         faulthandler.dump_traceback(stream)
-        recorder = getattr(_distributed_c10d, "_dump_nccl_trace", None)  # of CUDA builds only
+        recorder = getattr(c10d, "_dump_nccl_trace", None)  # of CUDA builds only
         if recorder is not None and dist.is_initialized() and dist.get_backend() == "nccl":
             (self.folder / f"nccl_trace_rank_{self.rank}").write_bytes(recorder())
 

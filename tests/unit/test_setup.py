@@ -74,11 +74,11 @@ class Box:
         return subprocess.run(command, env=environment, text=True, capture_output=True, cwd="/")
 
     def installed(self) -> list[str]:
-        """The words of pip's calls since the last look, without those that set it up."""
+        """What pip was asked to install since the last look, beside the package."""
         log = self.folder / "pip.log"
-        words = log.read_text().split() if log.exists() else []
+        calls = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
         log.unlink(missing_ok=True)
-        return [word for word in words if word[0] not in "-." and word != "install"]
+        return [word for call in calls if call[0] == "install" for word in call[1:] if word[0] not in "-."]
 
 
 @pytest.fixture
