@@ -203,6 +203,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 def _misspelled(name: str, flag: str) -> int | None:
     """Wrong letters in `name` if it can be meant as `flag`, else None."""
+    if not flag.startswith("--") or name == "--":
+        return None
     if name.replace("-", "") == flag.replace("-", ""):
         return 0
     left, right = name[2:].split("-"), flag[2:].split("-")

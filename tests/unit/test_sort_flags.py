@@ -202,6 +202,7 @@ def test_other_trainers_names_are_answered_with_ours(capsys, given, ours):
         ("--num-heads", None),
         ("--log-level", None),
         ("--qqq", None),
+        ("--", None),
     ],
 )
 def test_a_guess_is_made_where_it_is_sure(word, flag):
