@@ -94,7 +94,7 @@ def known_flags(script: str, flags: list[str]) -> None:
         runpy.run_path(str(ROOT / script))["build_parser"]().parse_args(flags)
     elif script in ("finetune_glm.py", "pretrain_glm.py", "tools/plan.py"):
         build_parser(data=PretrainDataConfig if script == "pretrain_glm.py" else DataConfig).parse_args(flags)
-    elif script in ("tools/convert_hf.py", "tools/benchmark.py", "tools/rehearse_start.py"):
+    elif script in ("tools/convert_hf.py", "tools/benchmark.py", "tools/rehearse_start.py", "tools/rehearse_save.py"):
         with pytest.MonkeyPatch.context() as patch:
             patch.syspath_prepend(str(ROOT / "tools"))
             patch.setattr(sys, "argv", [script, *flags])
