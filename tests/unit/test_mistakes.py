@@ -83,6 +83,7 @@ CASES: dict[str, tuple[int, dict, int, Callable[[], None] | None]] = {
     "a special token": (2, CHATS, 1, lambda: chat({}, question="<sop>")),
     "what a template drops": (2, CHATS, 1, lambda: chat({"content": "So: <think>why</think>That"})),
     "ids outside the vocabulary": (2, {"train_iters": 1}, 1, lambda: rows({"input_ids": [1, 2, 64]})),
+    "no cache": (2, {"data_cache_path": "train.jsonl/cache", "train_iters": 1}, 1, None),
     "six ranks": (2, LAYOUT | {"train_iters": 1}, 6, None),
     "experts": (2, {"expert_model_parallel_size": 3, "train_iters": 1}, 3, None),
     "batch": (2, {"global_batch_size": 6, "train_iters": 1}, 4, None),
