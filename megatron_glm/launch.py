@@ -90,6 +90,16 @@ def place() -> Place | None:
     return Place(rank, size, local_rank, address, port, _run_name(rank, size))
 
 
+def local_rank(gpus: int) -> int:
+    """The GPU of this process, of those that it sees: srun may show each process its own only.
+
+    Raises: ValueError if there are several and LOCAL_RANK is not set: all processes of a node would take the first.
+    """
+    if gpus > 1 and world_size() > 1 and "LOCAL_RANK" not in os.environ:
+        raise ValueError(f"LOCAL_RANK is not set, and this process sees {gpus} GPUs: {ALL_OF_TORCHRUN}")
+    return _number("LOCAL_RANK", 0) % gpus
+
+
 def _run_name(rank: int, size: int) -> str:
     """The same on all ranks of a run and, if it is not empty, another one for another run."""
     env = os.environ

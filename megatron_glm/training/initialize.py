@@ -53,8 +53,7 @@ def initialize(config: RunConfig) -> ParallelGroups:
     if not config.train.eval_only:
         check_checkpoints(config)
     if torch.cuda.is_available():
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())  # srun may show each process its own GPU only
+        torch.cuda.set_device(launch.local_rank(torch.cuda.device_count()))
     kernels = config.kernels
     backends.check(kernels.attention_backend, config.model, config.parallel.tensor_model_parallel_size)
     backends.load(kernels.attention_backend, config.dense_rows, kernels.deterministic)

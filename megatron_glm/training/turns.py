@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from megatron_glm import heartbeat
 from megatron_glm.data.cache import WAIT_SECONDS, Once
 from megatron_glm.torch_private import private
 from megatron_glm.training.logging import log
@@ -44,7 +45,8 @@ def once_per_node(group: ProcessGroup) -> Once:
         if group.rank() == mine:
             outcome: dict[str, Any] = {}
             try:
-                outcome["result"] = work()
+                with heartbeat.working():
+                    outcome["result"] = work()
             except BaseException as caught:
                 error, outcome = caught, {"error": str(caught), "of_system": isinstance(caught, OSError)}
                 if not isinstance(caught, Exception):  # leaves at once: the others need not wait for ever

@@ -85,6 +85,7 @@ class Watchdog(threading.Thread):
 
     def end(self) -> None:
         """Report and leave the process; the main thread may be anywhere."""
+        faulthandler.dump_traceback_later(4 * REPORT_WITHIN, exit=True, file=sys.__stderr__)  # if even that hangs
         file = self.folder / f"rank-{self.rank:05d}.txt"
         with suppress(RuntimeError):  # rank 0 has ended, as `verdict` will find
             self.store.set("hangs", "1")
@@ -94,6 +95,7 @@ class Watchdog(threading.Thread):
             self.folder.mkdir(parents=True, exist_ok=True)
             with file.open("w") as stream:
                 self.dump(stream)
+            self.dump_nccl()
             where = f"the stacks of every rank: {self.folder}"
         except OSError as error:
             self.dump(sys.__stderr__)
@@ -105,13 +107,17 @@ class Watchdog(threading.Thread):
         if self.rank == 0 or behind is None or self.rank in behind:
             limit = f"no rank has moved for {self.minutes:g} minutes (--distributed-timeout-minutes)"
             print(f"error: {limit}: {verdict}; {where}", file=sys.__stderr__, flush=True)
-        self._wait(lambda: self.rank > 0 or self.store.add("read", 0) == self.ranks - 1, 5)
+        # Together: a rank that leaves ends the collectives of the others, whose errors would hide what this says.
+        self._wait(lambda: self.store.add("read", 0) >= self.ranks, 5)
         os._exit(1)
 
     def dump(self, stream: TextIO) -> None:
         stream.write(f"rank {self.rank} of {self.ranks}, process {os.getpid()}, {_at(heartbeat.step)}\n")
         stream.flush()
         faulthandler.dump_traceback(stream)
+
+    def dump_nccl(self) -> None:
+        """What NCCL's communicators did last, for torchfrtrace."""
         recorder = getattr(c10d, "_dump_nccl_trace", None)  # of CUDA builds only
         if recorder is not None and dist.is_initialized() and dist.get_backend() == "nccl":
             (self.folder / f"nccl_trace_rank_{self.rank}").write_bytes(recorder())
@@ -137,7 +143,7 @@ class Watchdog(threading.Thread):
         elif not self._wait(lambda: self.store.check(["verdict"]), 2 * REPORT_WITHIN):
             return f"rank {self.rank} is {_at(heartbeat.step)} ({self.where()}), rank 0 does not answer", [self.rank]
         verdict = json.loads(self.store.get("verdict"))
-        self.store.add("read", int(self.rank > 0))
+        self.store.add("read", 1)
         return tuple(verdict)
 
     def _wait(self, done: Callable[[], bool], seconds: float) -> bool:

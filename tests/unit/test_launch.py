@@ -121,3 +121,12 @@ def test_flags_are_refused_where_srun_is_missing(start, capsys):
         parse(["--hf-config", "glm5.2-tiny", "--data-path", "rows.jsonl", "--train-iters", "1"])
     assert stop.value.code == 2 and "start it with srun or torchrun" in capsys.readouterr().err
     assert launch.FIRST_SPECIAL_STEP < 2**32 - 6  # SLURM_INTERACTIVE_STEP, the lowest that shells have
+
+
+def test_a_process_without_a_local_rank_does_not_take_the_first_gpu(start, monkeypatch):
+    start({"RANK": "1", "WORLD_SIZE": "2", **MASTER})
+    assert launch.local_rank(1) == 0
+    with pytest.raises(ValueError, match="LOCAL_RANK is not set, and this process sees 8 GPUs"):
+        launch.local_rank(8)
+    monkeypatch.setitem(os.environ, "LOCAL_RANK", "3")
+    assert (launch.local_rank(8), launch.local_rank(1)) == (3, 0)
