@@ -85,7 +85,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
     global _leaving
     received.append(number)
     if _collecting:
-        if number == signal.SIGINT:
+        if number == signal.SIGINT and received.count(number) == 1:
             _say(f"interrupted: {_collecting} after this step; again stops at once")
     elif not _leaving:
         _leaving = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +23,11 @@ from typing import Any
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a line for each connection without a host name
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed, too
+
+from megatron_glm import signals  # noqa: E402
+
+if __name__ == "__main__":
+    signals.install(signal.SIGINT)  # Ctrl-C: one line and exit code 130
 
 # The layouts of the recipes for 32 and 64 nodes, the latter also on 128.
 LAYOUTS = {256: {"context_parallel_size": 1}, 512: {"context_parallel_size": 8}, 1024: {"context_parallel_size": 8}}
