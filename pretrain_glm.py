@@ -14,7 +14,7 @@ from megatron_glm.config import PretrainDataConfig, RunConfig
 from megatron_glm.config.describe import describe
 from megatron_glm.config.flags import build_parser, configured
 from megatron_glm.launch import one_line_errors, one_thread_on_a_cpu, ranks_from_slurm, say
-from megatron_glm.parallel.grid import check_run
+from megatron_glm.parallel.pipeline.layout import check_run
 
 
 def main() -> None:

@@ -57,7 +57,7 @@ def rehearse(ranks: int, rank: int) -> str:
     groups_of._connect = lambda group, sends: None  # there is no other rank to answer
     groups = groups_of.ParallelGroups.create(parallel, groups_of.host_group(parallel))
     made = time.perf_counter()
-    initialize.check_layout(parallel, config.model, ranks, 32768, config.micro_batches(groups.dp.size()))
+    check_layout(parallel, config.model, ranks, 32768, config.micro_batches(groups.dp.size()))
     initialize.current_device, initialize.log = lambda: torch.device("meta"), lambda message: None
     chunks = initialize.build_chunks(config, groups, draw=lambda chunk, seed: None)
     end = time.perf_counter()

@@ -7,12 +7,9 @@ Expert grid (pp, edp, ep) over the same blocks: experts fold over dp x cp x tp a
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import dataclass
 
-from megatron_glm.config import ModelConfig, ParallelConfig, RunConfig, require_multiple
-from megatron_glm.parallel.pipeline.layout import build_layout
-from megatron_glm.parallel.pipeline.schedule import build_schedule
+from megatron_glm.config import ParallelConfig, require_multiple
 
 DENSE_AXES = ("pp", "dp", "cp", "tp")  # slowest first
 EXPERT_AXES = ("pp", "edp", "ep")
@@ -77,25 +74,3 @@ class Grid:
     def ring_edges(self) -> list[tuple[int, int]]:
         """(rank, rank of the next stage) for every rank; the last stage is followed by the first one."""
         return [pair for ranks in self.groups("pp") for pair in zip(ranks, ranks[1:] + ranks[:1], strict=True)]
-
-
-def check_run(config: RunConfig, world_size: int) -> None:
-    """Refuse, by ValueError, a configuration that these ranks cannot run: all that is known without torch."""
-    config.check(world_size)
-    micro_batches = config.micro_batches(config.parallel.data_parallel_size(world_size))
-    check_layout(config.parallel, config.model, world_size, config.data.seq_length, micro_batches)
-
-
-def check_layout(
-    parallel: ParallelConfig, model: ModelConfig, world_size: int, seq_length: int, micro_batches: int
-) -> Grid:
-    """Refuse, by ValueError, every layout that these ranks, this model and its pipeline stages cannot have."""
-    parallel.check(model, world_size)
-    grid = Grid.create(parallel, world_size)
-    if math.ceil(model.vocab_size / grid.tp) * (grid.tp - 1) >= model.vocab_size:
-        raise ValueError(
-            f"--tensor-model-parallel-size {grid.tp} leaves its last rank no row of vocab_size {model.vocab_size}"
-        )
-    layout = build_layout(parallel, model, seq_length, micro_batches)
-    build_schedule(grid.pp, layout.chunks, micro_batches, parallel.microbatch_group_size_per_vp_stage)
-    return grid

@@ -18,9 +18,8 @@ from megatron_glm.model.glm import GLMChunk
 from megatron_glm.model.init import initialize_weights
 from megatron_glm.ops import backends
 from megatron_glm.parallel.fsdp import local, shard_chunk
-from megatron_glm.parallel.grid import check_run
 from megatron_glm.parallel.groups import ParallelGroups, host_group, time_limit
-from megatron_glm.parallel.pipeline.layout import PipelineLayout, build_layout
+from megatron_glm.parallel.pipeline.layout import PipelineLayout, build_layout, check_run
 from megatron_glm.parallel.rendezvous import Meeting, meet
 from megatron_glm.training import watchdog
 from megatron_glm.training.agreement import facts_of_run, require_same

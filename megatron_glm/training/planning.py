@@ -19,10 +19,11 @@ from megatron_glm.config import KernelConfig, ModelConfig, ParallelConfig, RunCo
 from megatron_glm.model.glm import GLMChunk
 from megatron_glm.ops.sparse_mla import PART_BYTES, sums_in_order
 from megatron_glm.parallel.fsdp import holds_whole, shard_dim
-from megatron_glm.parallel.grid import GROUP_AXES, Grid, check_layout
+from megatron_glm.parallel.grid import GROUP_AXES, Grid
 from megatron_glm.parallel.groups import ParallelGroups
-from megatron_glm.parallel.pipeline.layout import PipelineLayout, Stage, build_layout, stage_costs
-from megatron_glm.parallel.pipeline.schedule import Schedule, Simulation, build_schedule, simulate
+from megatron_glm.parallel.pipeline.layout import PipelineLayout, Stage, build_layout, check_layout, stage_costs
+from megatron_glm.parallel.pipeline.schedule import Schedule, build_schedule
+from megatron_glm.parallel.pipeline.simulate import Simulation, simulate
 from megatron_glm.training.activations import (
     Shapes,
     head_bytes,
@@ -156,7 +157,7 @@ class Plan:
         layout = build_layout(parallel, model, length, count)
         schedule = build_schedule(grid.pp, layout.chunks, count, parallel.microbatch_group_size_per_vp_stage)
         costs = stage_costs(layout, model, length, parallel.recompute_granularity)
-        work = tuple(sum(map(sum, costs[rank :: grid.pp])) for rank in range(grid.pp))
+        work = tuple(sum(sum(costs[stage]) for stage in stages) for stages in layout.placement.stages)
         return cls(config, world_size, gpus_per_node, grid, layout, schedule, simulate(schedule, costs), work)
 
     @property

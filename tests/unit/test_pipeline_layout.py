@@ -4,9 +4,9 @@ import pytest
 
 from megatron_glm.config import ModelConfig, ParallelConfig
 from megatron_glm.flops import layer_flops
-from megatron_glm.parallel.grid import check_layout
-from megatron_glm.parallel.pipeline.layout import MEASURED, Pace, build_layout, stage_costs
-from megatron_glm.parallel.pipeline.schedule import build_schedule, simulate
+from megatron_glm.parallel.pipeline.layout import MEASURED, Pace, build_layout, check_layout, stage_costs
+from megatron_glm.parallel.pipeline.schedule import build_schedule
+from megatron_glm.parallel.pipeline.simulate import simulate
 
 GLM52 = ModelConfig.from_hf("glm5.2")
 TINY = ModelConfig.from_hf("glm5.2-tiny")

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_glm.parallel.pipeline.schedule import Action, build_schedule, check_schedule, main, simulate
+from megatron_glm.parallel.pipeline.schedule import Action, build_schedule, check_schedule
+from megatron_glm.parallel.pipeline.simulate import main, simulate
 
 
 @pytest.mark.parametrize("pp", range(1, 9))
@@ -56,9 +57,9 @@ def test_arrivals_are_in_the_order_of_the_sender_and_hold_every_message():
     schedule = build_schedule(4, 3, 8)
     for rank in range(4):
         for kind in "FB":
-            arrivals = list(schedule.arrivals(rank, kind))
-            causes = [schedule.cause(rank, arrival) for arrival in arrivals]
             sender = (rank + (-1 if kind == "F" else 1)) % 4
+            arrivals = list(schedule.arrivals(rank, kind, sender))
+            causes = [schedule.cause(rank, arrival) for arrival in arrivals]
             order = [schedule.actions[sender].index(action) for _, action in causes]
             assert {other for other, _ in causes} == {sender} and order == sorted(order)
             remote = {a for a in schedule.actions[rank] if (schedule.cause(rank, a) or (rank,))[0] != rank}
@@ -92,7 +93,7 @@ def test_checker_catches_broken_schedules():
         ranks[0][:2] = reversed(ranks[0][:2])
 
     for change, words in (
-        (send_out_of_order, r"rank 1 needs F\(0, 0\), and its neighbour sends F\(0, 1\) first"),
+        (send_out_of_order, r"rank 1 needs F\(0, 0\), and rank 0 sends F\(0, 1\) first"),
         (drop, r"rank 1: B\(0, 2\) occurs 0 times"),
         (repeat, "rank 0: .* times"),
         (backward_first, "cannot go on: rank 0 at .*, rank 1 at B"),
@@ -117,7 +118,7 @@ def test_impossible_schedules_are_refused_by_name(arguments, words):
 
 
 def test_command_prints_idle_share_peak_and_timeline():
-    command = [sys.executable, "-m", "megatron_glm.parallel.pipeline.schedule"]
+    command = [sys.executable, "-m", "megatron_glm.parallel.pipeline.simulate"]
     flags = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --micro-batches 4".split()
     lines = subprocess.run(command + flags, capture_output=True, text=True, check=True).stdout.splitlines()
     assert "idle 11.1%" in lines[0] and lines[1].endswith(" 5 3")

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_glm.config import ModelConfig, PretrainDataConfig, RunConfig
 from megatron_glm.config.flags import build_parser, resolve
-from megatron_glm.parallel.grid import check_layout
+from megatron_glm.parallel.pipeline.layout import check_layout
 from megatron_glm.training.batch_size import samples_after
 from megatron_glm.training.plan_report import report
 from megatron_glm.training.planning import GIB, Plan

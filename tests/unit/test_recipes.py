@@ -15,8 +15,7 @@ import pytest
 from megatron_glm.config import RunConfig
 from megatron_glm.config.flags import build_parser, resolve
 from megatron_glm.config.model import ModelConfig
-from megatron_glm.parallel.grid import check_layout
-from megatron_glm.parallel.pipeline.layout import build_layout
+from megatron_glm.parallel.pipeline.layout import build_layout, check_layout
 from megatron_glm.training.plan_report import report
 from megatron_glm.training.planning import GIB, Plan
 

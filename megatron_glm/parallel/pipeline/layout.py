@@ -1,4 +1,4 @@
-"""Which layers each virtual stage holds. Stage = chunk * pp + rank: chunk 0 of every rank comes first.
+"""Which layers each virtual stage holds.
 
 Layout strings (Megatron's): E embedding, t decoder layer, m MTP layer, L norm + head + loss, `|` between stages,
 `*n` repeats the letter or the (group) before it, `,` separates for the eye. Example, 32 stages: `Et*3|(tt|)*29,m|L`.
@@ -7,14 +7,23 @@ Layers come in model order: E first, then t, then m, then L last. `m` may be lef
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from megatron_glm.config import ModelConfig, ParallelConfig
+from megatron_glm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_glm.flops import head_flops, layer_flops
-from megatron_glm.parallel.pipeline.schedule import Step, build_schedule, check_schedule, end_times
+from megatron_glm.parallel.grid import Grid
+from megatron_glm.parallel.pipeline.schedule import (
+    Placement,
+    Step,
+    build_schedule,
+    check_schedule,
+    end_times,
+    flat_costs,
+)
 
 MAX_ITEMS = 100_000  # of an expanded layout string
 AUTO_MAX_CHUNKS = 10
@@ -38,16 +47,44 @@ class Stage:
 
 @dataclass(frozen=True)
 class PipelineLayout:
-    pp: int
+    """The stages of a pipeline in the order of the model, and where they are."""
+
+    placement: Placement
     stages: tuple[Stage, ...]
 
     @property
+    def pp(self) -> int:
+        return self.placement.pp
+
+    @property
     def chunks(self) -> int:
-        return len(self.stages) // self.pp
+        return self.placement.chunks
 
     def of_rank(self, rank: int) -> tuple[Stage, ...]:
         """The stages of one pipeline rank, chunk by chunk."""
-        return self.stages[rank :: self.pp]
+        return tuple(self.stages[stage] for stage in self.placement.stages[rank])
+
+
+def check_run(config: RunConfig, world_size: int) -> None:
+    """Refuse, by ValueError, a configuration that these ranks cannot run: all that is known without torch."""
+    config.check(world_size)
+    micro_batches = config.micro_batches(config.parallel.data_parallel_size(world_size))
+    check_layout(config.parallel, config.model, world_size, config.data.seq_length, micro_batches)
+
+
+def check_layout(
+    parallel: ParallelConfig, model: ModelConfig, world_size: int, seq_length: int, micro_batches: int
+) -> Grid:
+    """Refuse, by ValueError, every layout that these ranks, this model and its pipeline stages cannot have."""
+    parallel.check(model, world_size)
+    grid = Grid.create(parallel, world_size)
+    if math.ceil(model.vocab_size / grid.tp) * (grid.tp - 1) >= model.vocab_size:
+        raise ValueError(
+            f"--tensor-model-parallel-size {grid.tp} leaves its last rank no row of vocab_size {model.vocab_size}"
+        )
+    layout = build_layout(parallel, model, seq_length, micro_batches)
+    build_schedule(grid.pp, layout.chunks, micro_batches, parallel.microbatch_group_size_per_vp_stage)
+    return grid
 
 
 def build_layout(parallel: ParallelConfig, model: ModelConfig, seq_length: int, micro_batches: int) -> PipelineLayout:
@@ -85,7 +122,7 @@ def _from_sizes(sizes: tuple[int, ...], pp: int, model: ModelConfig) -> Pipeline
         mtp = i == last and model.num_nextn_predict_layers > 0
         stages.append(Stage(tuple(range(first, first + size)), i == 0, i == last, mtp))
         first += size
-    return PipelineLayout(pp, tuple(stages))
+    return PipelineLayout(Placement.interleaved(pp, len(stages) // pp), tuple(stages))
 
 
 # Layout strings
@@ -114,7 +151,7 @@ def _from_string(text: str, pp: int, model: ModelConfig) -> PipelineLayout:
         holds_mtp = "m" in stage or ("m" not in flat and "L" in stage and mtp > 0)
         built.append(Stage(layers, "E" in stage, "L" in stage, holds_mtp))
         first += len(layers)
-    return PipelineLayout(pp, tuple(built))
+    return PipelineLayout(Placement.interleaved(pp, len(built) // pp), tuple(built))
 
 
 def _expand(text: str) -> str:
@@ -229,7 +266,7 @@ def _descend(
     """First-improvement descent from `sizes` until no move helps or `budget` actions are simulated."""
 
     def makespan(candidate: tuple[int, ...]) -> float:
-        return max(end_times(steps, [c for pair in _costs(candidate, layers, head) for c in pair]))
+        return max(end_times(steps, flat_costs(_costs(candidate, layers, head))))
 
     time = makespan(sizes)
     moves = [(i, j) for i in range(len(sizes)) for j in range(len(sizes)) if i != j]

@@ -1,21 +1,27 @@
-"""Pipeline schedules as data: lists of actions made by pure functions, checked and simulated without a process.
+"""Pipeline schedules as data: lists of actions made by pure functions, and checked without a process.
 
-`chunks` virtual stages a rank; stage = chunk * pp + rank, so a micro-batch runs through all ranks once per chunk.
-Everything here counts in actions: F(chunk, micro-batch) and B(chunk, micro-batch). Transfers cost no simulated time.
+A rank runs `chunks` chunks of the model; the stages of the pipeline are numbered in model order, and a `Placement` says
+which of them is which chunk of which rank. Everything here counts in actions of a chunk and a micro-batch.
 """
 
 from __future__ import annotations
 
-import argparse
-import math
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
+
+FORWARD, BACKWARD, WEIGHT = KINDS = ("F", "B", "W")
 
 
 class Action(NamedTuple):
-    kind: str  # "F" or "B"
+    """What a rank does with one chunk and one micro-batch.
+
+    kind: "F" runs the forward; "B" the backward; "W" makes the gradients of weights that a "B" has put off.
+    """
+
+    kind: str
     chunk: int
     micro_batch: int
 
@@ -24,38 +30,92 @@ class Action(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """What every rank does, in order: `actions[rank]`."""
+class Placement:
+    """Which stage each chunk of each rank is: `stages[rank][chunk]`."""
 
-    pp: int
-    chunks: int
+    stages: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def interleaved(cls, pp: int, chunks: int) -> Placement:
+        """Stages go round the ranks: chunk c of rank r is stage c * pp + r."""
+        return cls(tuple(tuple(range(rank, pp * chunks, pp)) for rank in range(pp)))
+
+    @cached_property
+    def of_stage(self) -> dict[int, tuple[int, int]]:
+        """(rank, chunk) of each stage."""
+        return {stage: (rank, chunk) for rank, row in enumerate(self.stages) for chunk, stage in enumerate(row)}
+
+    @property
+    def pp(self) -> int:
+        return len(self.stages)
+
+    @property
+    def chunks(self) -> int:
+        return len(self.stages[0])
+
+    @property
+    def count(self) -> int:
+        """Stages in all."""
+        return self.pp * self.chunks
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every rank does, in order: `actions[rank]`, each made of the action kinds `kinds`.
+
+    A forward needs the forward of the stage before it, a backward that of the stage after it (the last stage its own
+    forward), and a "W" its own backward.
+    """
+
+    placement: Placement
     micro_batches: int
-    forward_only: bool
+    kinds: tuple[str, ...]
     actions: tuple[tuple[Action, ...], ...]
+
+    @property
+    def pp(self) -> int:
+        return self.placement.pp
+
+    @property
+    def chunks(self) -> int:
+        return self.placement.chunks
+
+    @property
+    def forward_only(self) -> bool:
+        return BACKWARD not in self.kinds
+
+    def stage(self, rank: int, action: Action) -> int:
+        """The stage that `action` of `rank` is about."""
+        return self.placement.stages[rank][action.chunk]
 
     def cause(self, rank: int, action: Action) -> tuple[int, Action] | None:
         """(rank, action) whose result `action` needs, None for a forward of the first stage."""
         kind, chunk, micro_batch = action
-        stage = chunk * self.pp + rank
-        if kind == "B" and stage == self.pp * self.chunks - 1:
-            return rank, Action("F", chunk, micro_batch)
-        other = stage - 1 if kind == "F" else stage + 1
-        return (other % self.pp, Action(kind, other // self.pp, micro_batch)) if other >= 0 else None
+        if kind == WEIGHT:
+            return rank, Action(BACKWARD, chunk, micro_batch)
+        stage = self.stage(rank, action)
+        if kind == BACKWARD and stage == self.placement.count - 1:
+            return rank, Action(FORWARD, chunk, micro_batch)
+        return self._neighbour(kind, stage + (-1 if kind == FORWARD else 1), micro_batch)
 
     def effect(self, rank: int, action: Action) -> tuple[int, Action] | None:
         """(rank, action) that needs the tensors which `action` makes, None where they end."""
-        kind, chunk, micro_batch = action
-        other = chunk * self.pp + rank + (1 if kind == "F" else -1)
-        if not 0 <= other < self.pp * self.chunks:
+        kind, _, micro_batch = action
+        if kind == WEIGHT:
             return None
-        return other % self.pp, Action(kind, other // self.pp, micro_batch)
+        return self._neighbour(kind, self.stage(rank, action) + (1 if kind == FORWARD else -1), micro_batch)
 
-    def arrivals(self, rank: int, kind: str) -> Iterator[Action]:
-        """The actions of `rank` that messages of one direction are for, in the order in which its neighbour sends."""
-        sender = (rank + (-1 if kind == "F" else 1)) % self.pp
+    def _neighbour(self, kind: str, stage: int, micro_batch: int) -> tuple[int, Action] | None:
+        if stage not in self.placement.of_stage:
+            return None
+        rank, chunk = self.placement.of_stage[stage]
+        return rank, Action(kind, chunk, micro_batch)
+
+    def arrivals(self, rank: int, kind: str, sender: int) -> Iterator[Action]:
+        """The actions of `rank` that need a message of this kind from `sender`, in the order in which it sends."""
         for action in self.actions[sender]:
             effect = self.effect(sender, action) if action.kind == kind else None
-            if effect is not None:
+            if effect is not None and effect[0] == rank:
                 yield effect[1]
 
 
@@ -95,7 +155,8 @@ def build_schedule(
         steady = [a for pair in zip(forwards[warm_up:], backwards, strict=False) for a in pair]
         rest = backwards[len(forwards) - warm_up :]
         ranks.append(tuple(forwards if forward_only else forwards[:warm_up] + steady + rest))
-    return Schedule(pp, chunks, micro_batches, forward_only, tuple(ranks))
+    kinds = (FORWARD,) if forward_only else (FORWARD, BACKWARD)
+    return Schedule(Placement.interleaved(pp, chunks), micro_batches, kinds, tuple(ranks))
 
 
 class Step(NamedTuple):
@@ -105,7 +166,7 @@ class Step(NamedTuple):
     action: Action
     before: int  # the rank's previous action
     cause: int  # the action whose result this one needs
-    cost: int  # 2 * stage (forward) or 2 * stage + 1 (backward)
+    cost: int  # where its time is in a list of the times of stage 0's F, B and W, stage 1's, …
 
 
 @lru_cache(maxsize=8)  # each step asks again
@@ -119,7 +180,7 @@ def check_schedule(schedule: Schedule) -> tuple[Step, ...]:
     """
     wanted = [
         Action(kind, chunk, micro_batch)
-        for kind in ("F" if schedule.forward_only else "FB")
+        for kind in schedule.kinds
         for chunk in range(schedule.chunks)
         for micro_batch in range(schedule.micro_batches)
     ]
@@ -139,148 +200,32 @@ def check_schedule(schedule: Schedule) -> tuple[Step, ...]:
                 if cause is not None and cause not in position:
                     break
                 previous = position[rank, actions[done[rank] - 1]] if done[rank] else -1
-                cost = 2 * (action.chunk * schedule.pp + rank) + (action.kind == "B")
+                cost = len(KINDS) * schedule.stage(rank, action) + KINDS.index(action.kind)
                 position[rank, action] = len(steps)
                 steps.append(Step(rank, action, previous, -1 if cause is None else position[cause], cost))
                 done[rank] += 1
         if len(steps) == before:
             stuck = [f"rank {r} at {a[done[r]]}" for r, a in enumerate(schedule.actions) if done[r] < len(a)]
             raise ValueError(f"the schedule cannot go on: {', '.join(stuck)}")
-    for rank, actions in enumerate(schedule.actions if schedule.pp > 1 else ()):
+    for rank, actions in enumerate(schedule.actions):
         places = {action: place for place, action in enumerate(actions)}
-        for kind in "FB":
-            messages = list(schedule.arrivals(rank, kind))
+        for kind, sender in itertools.product((FORWARD, BACKWARD), range(schedule.pp)):
+            messages = list(schedule.arrivals(rank, kind, sender)) if sender != rank else []
             for action, message in zip(sorted(messages, key=places.__getitem__), messages, strict=True):
                 if action != message:
-                    raise ValueError(f"rank {rank} needs {action}, and its neighbour sends {message} first")
+                    raise ValueError(f"rank {rank} needs {action}, and rank {sender} sends {message} first")
     return tuple(steps)
 
 
+def flat_costs(costs: Sequence[tuple[float, ...]]) -> list[float]:
+    """The times of each stage, (forward, backward) or (forward, backward, deferred weight gradients), as one list."""
+    return [time for cost in costs for time in (*cost, 0.0)[: len(KINDS)]]
+
+
 def end_times(steps: Sequence[Step], costs: Sequence[float]) -> list[float]:
-    """When each step ends. `costs`: forward and backward of each stage in turn (see `Step.cost`)."""
+    """When each step ends. `costs`: the times of each stage's F, B and W (see `Step.cost` and `flat_costs`)."""
     ends = [0.0] * (len(steps) + 1)  # the extra last entry is the start of time, which -1 points at
     for i, (_, _, before, cause, cost) in enumerate(steps):
         start, other = ends[before], ends[cause]
         ends[i] = (start if start > other else other) + costs[cost]
     return ends[:-1]
-
-
-@dataclass(frozen=True)
-class Simulation:
-    makespan: float
-    idle: float  # share of rank-time without work
-    peak_live: tuple[int, ...]  # per rank: most (chunk, micro-batch) pairs between their forward and their backward
-    spans: tuple[tuple[tuple[float, float, Action], ...], ...]  # per rank: (start, end, action)
-
-    def timeline(self, width: int = 120) -> str:
-        """One line a rank: digits are forwards and letters backwards of chunk 0 (a), 1 (b), …; dots are idle."""
-        lines = []
-        for rank, spans in enumerate(self.spans):
-            row = ["."] * width
-            for start, end, (kind, chunk, _) in spans:
-                first, last = round(start / self.makespan * width), round(end / self.makespan * width)
-                row[first:last] = ("0123456789" if kind == "F" else "abcdefghij")[chunk % 10] * (last - first)
-            lines.append(f"rank {rank:2} |{''.join(row)}|")
-        return "\n".join(lines)
-
-
-def simulate(schedule: Schedule, costs: Sequence[tuple[float, float]]) -> Simulation:
-    """Runs a schedule with `costs[stage] = (forward, backward)` in any unit of time."""
-    if len(costs) != schedule.pp * schedule.chunks:
-        raise ValueError(f"{len(costs)} stage costs for {schedule.pp} x {schedule.chunks} stages")
-    flat = [cost for pair in costs for cost in pair]
-    steps = check_schedule(schedule)
-    spans: list[list[tuple[float, float, Action]]] = [[] for _ in range(schedule.pp)]
-    for step, end in zip(steps, end_times(steps, flat), strict=True):
-        spans[step.rank].append((end - flat[step.cost], end, step.action))
-    peak = []
-    for actions in schedule.actions:
-        live = [0]
-        for action in actions:
-            live.append(live[-1] + (1 if action.kind == "F" else -1))
-        peak.append(0 if schedule.forward_only else max(live))
-    makespan = max(rank[-1][1] for rank in spans)
-    work = sum(flat[step.cost] for step in steps)
-    return Simulation(makespan, 1 - work / (schedule.pp * makespan), tuple(peak), tuple(map(tuple, spans)))
-
-
-def _stage_costs(text: str) -> list[tuple[float, float]]:
-    """Forward and backward costs of "1:3,1:3,2:5"."""
-    costs = []
-    for pair in text.split(","):
-        try:
-            forward, backward = map(float, pair.split(":"))
-        except ValueError:
-            forward = backward = math.nan
-        if not (0 < forward < math.inf and 0 < backward < math.inf):
-            raise ValueError(f"--stage-costs {text}: {pair!r} is not two positive numbers, forward:backward")
-        costs.append((forward, backward))
-    return costs
-
-
-def _refuse_unused(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Raises ValueError for a flag that only counts with a model, or without one."""
-    with_model = (
-        "num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout", "seq_length", "recompute_granularity"
-    )  # fmt: skip
-    without = ("stage_costs", "num_virtual_stages_per_pipeline_rank")
-    for name in without if args.hf_config is not None else with_model:
-        if getattr(args, name) != parser.get_default(name):
-            verb = "needs" if args.hf_config is None else "does not go with"
-            raise ValueError(f"--{name.replace('_', '-')} {verb} --hf-config")
-    if args.seq_length < 1:
-        raise ValueError(f"--seq-length is {args.seq_length}; it must be at least 1")
-
-
-def main() -> None:
-    """Prints idle share, peak live micro-batches and the timeline of one schedule."""
-    from megatron_glm.config import ModelConfig, ParallelConfig
-    from megatron_glm.config.flags import Parser  # here, because the layouts need the schedules
-    from megatron_glm.parallel.pipeline.layout import build_layout, stage_costs
-
-    parser = Parser(description=main.__doc__)
-    parser.add_argument("--pipeline-model-parallel-size", type=int, required=True)
-    parser.add_argument("--micro-batches", type=int, help="default: the pipeline size")
-    parser.add_argument("--microbatch-group-size-per-vp-stage", type=int)
-    parser.add_argument("--hf-config", help="a model, split by the two flags below")
-    parser.add_argument("--num-layers-per-virtual-pipeline-stage", type=int)
-    parser.add_argument("--pipeline-model-parallel-layout")
-    parser.add_argument("--seq-length", type=int, default=4096)
-    parser.add_argument("--recompute-granularity", choices=["none", "selective", "full"], default="none")
-    parser.add_argument("--stage-costs", default="1:3", help="without a model: forward:backward of each stage, or one")
-    parser.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, default=1, help="without a model")
-    args = parser.parse_args()
-    pp = args.pipeline_model_parallel_size
-    micro_batches = pp if args.micro_batches is None else args.micro_batches
-    try:
-        _refuse_unused(parser, args)
-        if args.hf_config is not None:
-            model = ModelConfig.from_hf(args.hf_config)
-            parallel = ParallelConfig(
-                pipeline_model_parallel_size=pp,
-                num_layers_per_virtual_pipeline_stage=args.num_layers_per_virtual_pipeline_stage,
-                pipeline_model_parallel_layout=args.pipeline_model_parallel_layout,
-                microbatch_group_size_per_vp_stage=args.microbatch_group_size_per_vp_stage,
-                recompute_granularity=args.recompute_granularity,
-            )
-            parallel.check(model, pp)
-            layout = build_layout(parallel, model, args.seq_length, micro_batches)
-            chunks, costs = layout.chunks, stage_costs(layout, model, args.seq_length, args.recompute_granularity)
-            sizes = [len(stage.layers) for stage in layout.stages]
-        else:
-            chunks, sizes = args.num_virtual_stages_per_pipeline_rank, None
-            costs = _stage_costs(args.stage_costs)
-            costs = costs * pp * chunks if len(costs) == 1 else costs
-        schedule = build_schedule(pp, chunks, micro_batches, args.microbatch_group_size_per_vp_stage)
-        result = simulate(schedule, costs)
-    except ValueError as error:
-        parser.error(str(error))
-    if sizes is not None:
-        print("layers of each stage:", *sizes)
-    print(f"{pp} ranks x {chunks} virtual stages, {micro_batches} micro-batches: idle {result.idle:.1%}")
-    print("peak live micro-batches of each rank, summed over its virtual stages:", *result.peak_live)
-    print(result.timeline())
-
-
-if __name__ == "__main__":
-    main()
