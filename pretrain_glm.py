@@ -21,7 +21,7 @@ def main() -> None:
     ranks_from_slurm()
     flags = build_parser(__doc__, PretrainDataConfig).parse_args()
     if "dry_run" in flags:
-        from megatron_glm.training.plan_report import print_plan
+        from megatron_glm.planner.report import print_plan
 
         print_plan(flags, PretrainDataConfig)
     else:
@@ -35,6 +35,7 @@ def run(config: RunConfig) -> None:
     from megatron_glm.training.agreement import require_same_data
     from megatron_glm.training.checkpointing import load_checkpoint
     from megatron_glm.training.datasets import pretraining_data
+    from megatron_glm.training.engine import Engine
     from megatron_glm.training.initialize import build_chunks, choose_backend, initialize
     from megatron_glm.training.logging import log
     from megatron_glm.training.loop import is_finished, report_losses, total_iterations, train
@@ -50,16 +51,17 @@ def run(config: RunConfig) -> None:
     if finished and not test:
         return
     chunks = build_chunks(config, groups)
+    engine = Engine(config, groups, chunks)
     if config.train.eval_only or finished:
         load_checkpoint(config, chunks, None, groups)
-        report_losses(chunks, test if finished else data.valid | test, groups, config)
+        report_losses(engine, test if finished else data.valid | test)
         return
 
     optimizer = build_optimizer(chunks, config.optimizer)
     progress = load_checkpoint(config, chunks, optimizer, groups, data.train)
-    train(config, chunks, optimizer, data.train, data.valid, groups, progress)
+    train(engine, optimizer, data.train, data.valid, progress)
     if progress.iteration >= total_iterations(config, data.train, progress):
-        report_losses(chunks, test, groups, config)
+        report_losses(engine, test)
 
 
 if __name__ == "__main__":

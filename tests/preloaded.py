@@ -47,7 +47,7 @@ def python(folder: Path) -> Iterator[Path]:
 
 def serve(path: str) -> None:
     """One program after the other, each in a child with the caller's standard streams, folder and environment."""
-    import megatron_glm.training.plan_report  # noqa: F401  what takes seconds to import
+    import megatron_glm.planner.report  # noqa: F401  what takes seconds to import
 
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)

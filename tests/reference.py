@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,8 +16,10 @@ from torch import Tensor
 import megatron_glm.model.router as router_module
 from megatron_glm.config import KernelConfig, ModelConfig, ParallelConfig
 from megatron_glm.model.glm import GLMChunk
+from megatron_glm.model.micro_batch import MicroBatch
 from megatron_glm.ops import indexer as indexer_ops
 from megatron_glm.parallel.groups import ParallelGroups
+from megatron_glm.parallel.pipeline.carry import Carry
 
 SMALL = dict(
     vocab_size=96,
@@ -185,11 +188,23 @@ def run_hf(hf: torch.nn.Module, tokens: Tensor, labels: Tensor, doc_lengths: tup
     return Outcome(logits, loss.detach(), gradients, seen)
 
 
+class Outputs(NamedTuple):
+    hidden: Tensor
+    topk: Tensor | None
+    loss: Tensor | None
+
+
+def forward(chunk: GLMChunk, tokens: Tensor, plan, labels: Tensor | None = None, carry: Carry | None = None) -> Outputs:
+    """One micro-batch through one chunk; without `carry` it is the first."""
+    carry, losses = chunk(MicroBatch(tokens, labels, plan), carry or {})
+    return Outputs(carry["hidden"], carry.get("topk"), losses.get("lm"))
+
+
 def run_chunk(chunk: GLMChunk, tokens: Tensor, labels: Tensor, plan) -> Outcome:
     """The same of our model, in one packed forward and backward."""
     chunk.zero_grad()
     with recorded() as seen:
-        out = chunk(tokens, plan, None, labels)
+        out = forward(chunk, tokens, plan, labels)
     out.loss.backward()
     logits = chunk.lm_head.logits(chunk.norm(out.hidden)).detach()
     gradients = {n: p.grad.clone() for n, p in chunk.named_parameters() if p.grad is not None}

@@ -21,7 +21,7 @@ from megatron_glm.config.flags import build_parser  # noqa: E402
 
 def main() -> None:
     flags = build_parser(__doc__).parse_args()
-    from megatron_glm.training.plan_report import print_plan  # imports torch
+    from megatron_glm.planner.report import print_plan  # imports torch
 
     print_plan(flags)
 

@@ -23,10 +23,11 @@ from megatron_glm.model import router
 from megatron_glm.model.glm import GLMChunk
 from megatron_glm.parallel.fsdp import local, reduce_partial_gradients
 from megatron_glm.parallel.groups import ParallelGroups
+from megatron_glm.planner.plan import Plan
+from megatron_glm.training.engine import Engine
 from megatron_glm.training.initialize import build_chunks, choose_backend, current_device, initialize
 from megatron_glm.training.optimizer import build_optimizer
-from megatron_glm.training.planning import Plan
-from megatron_glm.training.step import count, run_micro_batches, train_step
+from megatron_glm.training.step import count, train_step
 
 REFERENCE = {"hf_config": "glm5.2", "num_hidden_layers": 4, "n_routed_experts": 32, "num_nextn_predict_layers": 0}
 READ_AND_WRITTEN = {"load", "load_hf", "save", "data_path", "train_data_path", "valid_data_path", "test_data_path"}
@@ -101,6 +102,7 @@ class Bench:
         self.config = config
         self.groups: ParallelGroups = initialize(config)
         self.chunks = build_chunks(config, self.groups, draw)
+        self.engine = Engine(config, self.groups, self.chunks)
         train, length = config.train, config.data.seq_length
         lengths = documents_of(length) if kind == "short" else (length,)
         random = np.random.default_rng((train.seed, self.groups.dp.rank()))
@@ -111,15 +113,15 @@ class Bench:
                 build_batch([(ids, np.ones(len(ids), bool)) for ids in texts], train.micro_batch_size * length)
             )
         self.batches = packs
-        self.counts = count(packs, self.groups, config)
+        self.counts = count(config, self.groups, packs)
 
     def forward_backward(self) -> None:
-        run_micro_batches(self.chunks, self.batches, self.groups, self.config, self.counts.loss_tokens)
+        self.engine.forward_backward(self.batches, self.counts.losses)
         reduce_partial_gradients(self.chunks)
 
     def whole_step(self, optimizer: torch.optim.Optimizer) -> None:
         rate = self.config.optimizer.lr
-        train_step(self.chunks, self.batches, optimizer, self.groups, self.config, rate, self.counts)
+        train_step(self.engine, optimizer, self.batches, rate, self.counts)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for chunk in self.chunks for parameter in chunk.parameters()]

@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from megatron_glm.config import KernelConfig, ParallelConfig
 from megatron_glm.config.model import ModelConfig
 from megatron_glm.model.layer import DecoderLayer, MTPLayer
+from megatron_glm.model.micro_batch import MicroBatch
 from megatron_glm.model.moe import MoE
 from megatron_glm.model.norm import RMSNorm
-from megatron_glm.model.plan import AttentionPlan
 from megatron_glm.model.recompute import run_layer
 from megatron_glm.model.router import Router
 from megatron_glm.parallel.collectives import gather_values
 from megatron_glm.parallel.groups import ParallelGroups
+from megatron_glm.parallel.pipeline.carry import Carry, CarryField
+from megatron_glm.parallel.pipeline.layout import Stage
 from megatron_glm.parallel.shard import collect_shards
 from megatron_glm.parallel.vocab import VocabParallelEmbedding, VocabParallelHead
 
 
-class ChunkOutput(NamedTuple):
-    hidden: Tensor  # [t/TP, D]; in the last chunk before the final norm, and cut from the graph: the loss has it
-    topk: Tensor | None  # [t/TP, K] int32: this sequence shard's selection, None where no row needs one
-    loss: Tensor | None  # fp32 scalar: SUM of the token losses of the micro-batch, times the caller's scale
+def carry_fields(
+    config: ModelConfig, stages: Sequence[Stage], rows: int, total: int, dtype: torch.dtype
+) -> tuple[CarryField, ...]:
+    """What crosses between the chunks of these stages.
+
+    Args:
+        rows: t/TP, of this rank's sequence shard; total: T, tokens of the pack.
+        dtype: of the hidden states.
+    """
+    inner = tuple(not stage.embedding for stage in stages)
+    shared = tuple(stage.needs_topk(config) for stage in stages)
+    slots = min(config.index_topk, total)
+    return (
+        CarryField("hidden", (rows, config.hidden_size), dtype, differentiable=True, stages=inner),
+        CarryField("topk", (rows, slots), torch.int32, differentiable=False, stages=shared, sparse_only=True),
+    )
 
 
 class GLMChunk(nn.Module):
@@ -65,36 +79,32 @@ class GLMChunk(nn.Module):
         self.shards = {}
         self.shards = collect_shards(self)
 
-    def forward(
-        self,
-        inputs: Tensor,
-        plan: AttentionPlan,
-        topk: Tensor | None = None,
-        labels: Tensor | None = None,
-        loss_scale: float = 1.0,
-    ) -> ChunkOutput:
+    def forward(self, batch: MicroBatch, carry: Carry) -> tuple[Carry, dict[str, Tensor]]:
         """Run one micro-batch.
 
         Args:
-            inputs: tokens of the pack [T] int64 in the first chunk, else hidden states [t/TP, D].
-            topk: [t/TP, K] int32 selection from the chunk before; needed where this one starts with a shared layer.
-            labels: [T] int64 next tokens, -100 = no loss; read by the last chunk, None = no loss wanted.
-            loss_scale: factor of the loss, whose own gradient must be 1.
+            carry: what the chunk before has returned, see `carry_fields`; empty for the first one.
+                hidden [t/TP, D]; topk [t/TP, K] int32, needed where this chunk starts with a shared layer.
+        Returns:
+            the same for the next chunk: topk is this sequence shard's selection, missing where no row needs one. The
+            last chunk's hidden states are those before the final norm, and cut from the graph: the loss has it.
+            The losses by name: "lm", fp32 scalar, the SUM of the token losses times its scale, in the last chunk.
         """
-        hidden = inputs if self.embed_tokens is None else self.embed_tokens(plan.local(inputs))
-        if topk is not None:
-            topk = gather_values(topk, self.groups.tp)
+        plan = batch.plan
+        hidden = carry["hidden"] if self.embed_tokens is None else self.embed_tokens(plan.local(batch.tokens))
+        topk = gather_values(carry["topk"], self.groups.tp) if "topk" in carry else None
         for layer_id in self.layer_ids:
             layer = self.layers[str(layer_id)]
             hidden, topk, expert_ids = run_layer(self.recompute, layer, hidden, plan, topk)
             if expert_ids is not None:
                 layer.mlp.gate.count(expert_ids)
-        loss = None
-        if self.lm_head is not None and labels is not None:
-            loss = self.lm_head(self.norm(hidden), plan.local(labels), self.kernels.loss_chunk_size, loss_scale)
+        losses = {}
+        if self.lm_head is not None and batch.labels is not None:
+            labels, size = plan.local(batch.labels), self.kernels.loss_chunk_size
+            losses["lm"] = self.lm_head(self.norm(hidden), labels, size, batch.scale("lm"))
         if self.lm_head is not None:
             hidden = hidden.detach()  # a chunk without layers returns its input, and FSDP2 warns of views with a graph
-        return ChunkOutput(hidden, None if topk is None else topk[plan.shard], loss)
+        return {"hidden": hidden} | ({} if topk is None else {"topk": topk[plan.shard]}), losses
 
     def routers(self) -> list[Router]:
         """The routers of the layers that run, in the order of the layers."""

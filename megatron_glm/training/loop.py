@@ -9,20 +9,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
-import torch
-
 from megatron_glm import heartbeat, signals
 from megatron_glm.config import RunConfig, TrainConfig
 from megatron_glm.config.data import UNNAMED_SET
 from megatron_glm.data.loader import MicroBatches, one_ahead
 from megatron_glm.data.packing import PackedBatch
-from megatron_glm.model.glm import GLMChunk
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.training.batch_size import batch_size, iterations_for, iterations_within
 from megatron_glm.training.checkpointing import Progress, Saver, require_same_order, start_of_run
+from megatron_glm.training.engine import LM, Engine
 from megatron_glm.training.evaluate import LeftOnSignal, evaluate
 from megatron_glm.training.logging import IterationLog, log
 from megatron_glm.training.lr import learning_rate
+from megatron_glm.training.optimizer import AdamW
 from megatron_glm.training.profiling import Profiler
 from megatron_glm.training.sinks import open_sinks
 from megatron_glm.training.step import Requests, StepCounts, count, train_step
@@ -32,12 +31,10 @@ SAVE_NOW = "save-now"  # a file of this name in --save asks for a checkpoint
 
 
 def train(
-    config: RunConfig,
-    chunks: Sequence[GLMChunk],
-    optimizer: torch.optim.Optimizer,
+    engine: Engine,
+    optimizer: AdamW,
     data: MicroBatches,
     validation: Mapping[str, MicroBatches],
-    groups: ParallelGroups,
     progress: Progress,
 ) -> None:
     """Train from `progress` to the last iteration; what a step does depends on the iteration and the seed alone.
@@ -49,11 +46,12 @@ def train(
         OSError: if a checkpoint cannot be written, with --save-failure stop, or the last one, whatever the flag says.
         SystemExit: after a signal and a save, with its exit code.
     """
+    config, groups = engine.config, engine.groups
     first, train_iters = progress.iteration, total_iterations(config, data, progress)
     skips = 0
     with (
         signals.noted(config.checkpoint.save is not None, groups.gloo_world.size()),
-        Saver(config, chunks, optimizer, groups, progress, data) as saver,
+        Saver(config, engine.chunks, optimizer, groups, progress, data) as saver,
         IterationLog(config.logging, first, train_iters, open_sinks(config, progress, groups)) as iteration_log,
         Profiler(config.logging) as profiler,
         garbage_collection(config.train),
@@ -64,7 +62,7 @@ def train(
             heartbeat.begin_step(progress.iteration + 1)
             start = time.perf_counter()
             batches = next(steps)
-            counts = count(batches, groups, config, requests(config, saver, groups, progress.iteration > first))
+            counts = count(config, groups, batches, requests(config, saver, groups, progress.iteration > first))
             if counts.requests.save_failed:
                 saver.wait()
             if counts.requests.exit_code or counts.requests.time_up:
@@ -74,13 +72,13 @@ def train(
                 if groups.gloo_world.rank() == 0:
                     (saver.folder / SAVE_NOW).unlink(missing_ok=True)
             ids = sample_ids(config, data, progress)
-            record = next_step(config, chunks, batches, optimizer, groups, progress, counts, iteration_log) | ids
+            record = next_step(engine, optimizer, batches, progress, counts, iteration_log) | ids
             seconds = time.perf_counter() - start
             iteration, left = progress.iteration, None
             last = iteration == train_iters or divides(config.train.exit_interval, iteration)
             if validation and (iteration == train_iters or divides(config.train.eval_interval, iteration)):
                 try:
-                    record["valid_lm_loss"] = validate(chunks, validation, groups, config, iteration)
+                    record["valid_lm_loss"] = validate(engine, validation, iteration)
                 except LeftOnSignal as caught:
                     left = caught
             iteration_log.report(record, seconds, counts.tokens, counts.flops)
@@ -100,37 +98,28 @@ def train(
             collect_garbage(config.train, iteration)
 
 
-def validate(
-    chunks: Sequence[GLMChunk],
-    sets: Mapping[str, MicroBatches],
-    groups: ParallelGroups,
-    config: RunConfig,
-    iteration: int,
-) -> float | dict[str, float]:
+def validate(engine: Engine, sets: Mapping[str, MicroBatches], iteration: int) -> float | dict[str, float]:
     """The mean loss of the validation set, or of each by its name; a line in the log for each."""
     losses = {}
     for name, data in sets.items():
-        losses[name], tokens = evaluate_once(chunks, data, groups, config)
+        losses[name], tokens = evaluate_once(engine, data)
         which = "" if name == UNNAMED_SET else f" {name}"
         log(f" validation{which} at iteration {iteration} | lm loss: {losses[name]:.6E} | tokens: {tokens}")
     return losses[UNNAMED_SET] if list(losses) == [UNNAMED_SET] else losses
 
 
-def report_losses(
-    chunks: Sequence[GLMChunk], sets: Mapping[str, MicroBatches], groups: ParallelGroups, config: RunConfig
-) -> None:
+def report_losses(engine: Engine, sets: Mapping[str, MicroBatches]) -> None:
     """A line with the mean loss of each set, outside of training."""
     for name, data in sets.items():
-        loss, tokens = evaluate_once(chunks, data, groups, config)
+        loss, tokens = evaluate_once(engine, data)
         log(f"{name} | lm loss: {loss:.6f} | tokens: {tokens}")
 
 
-def evaluate_once(
-    chunks: Sequence[GLMChunk], data: MicroBatches, groups: ParallelGroups, config: RunConfig
-) -> tuple[float, int]:
+def evaluate_once(engine: Engine, data: MicroBatches) -> tuple[float, int]:
     """Mean loss of a pass over the data, or of its first --eval-iters global batches, and its loss tokens."""
+    config, groups = engine.config, engine.groups
     with closing(data.evaluation(*batch_shape(config, groups), config.train.eval_iters)) as steps:
-        return evaluate(chunks, steps, groups, config)
+        return evaluate(engine, steps)
 
 
 def requests(config: RunConfig, saver: Saver, groups: ParallelGroups, trained: bool) -> Requests:
@@ -161,21 +150,19 @@ def leave(saver: Saver, progress: Progress, requests: Requests) -> None:
 
 
 def next_step(
-    config: RunConfig,
-    chunks: Sequence[GLMChunk],
+    engine: Engine,
+    optimizer: AdamW,
     batches: Sequence[PackedBatch],
-    optimizer: torch.optim.Optimizer,
-    groups: ParallelGroups,
     progress: Progress,
     counts: StepCounts,
     iteration_log: IterationLog,
 ) -> dict[str, Any]:
     """The next iteration of `progress`, and its record for the log; a skipped one has no loss, but says why."""
-    iteration = progress.iteration + 1
+    config, iteration = engine.config, progress.iteration + 1
     rate = learning_rate(config.optimizer, iteration, iteration_log.train_iters)
     more = iteration_log.wants_statistics(iteration)
     try:
-        result = train_step(chunks, batches, optimizer, groups, config, rate, counts, more)
+        result = train_step(engine, optimizer, batches, rate, counts, more)
     except FloatingPointError as error:
         raise FloatingPointError(f"iteration {iteration}: {error}") from error
     size = batch_size(config.train, progress.consumed_samples)
@@ -185,7 +172,7 @@ def next_step(
     record |= {"learning_rate": rate, "loss_tokens": counts.loss_tokens}
     if result.fault is not None:
         return record | {"lm_loss": None, "grad_norm": None, "skipped": result.fault}
-    return record | {"lm_loss": result.loss, "grad_norm": result.grad_norm, **result.statistics}
+    return record | {"lm_loss": result.losses[LM], "grad_norm": result.grad_norm, **result.statistics}
 
 
 def sample_ids(config: RunConfig, data: MicroBatches, progress: Progress) -> dict[str, list[str]]:

@@ -87,6 +87,7 @@ class Recorder:
 
 def train(config: RunConfig, steps: int = 3, make_pack=pack, copies_agree: bool = True) -> Result:
     """Train `steps` steps in this process group and gather what came out on rank 0."""
+    from megatron_glm.training.engine import Engine
     from megatron_glm.training.initialize import build_chunks
     from megatron_glm.training.optimizer import build_optimizer
     from megatron_glm.training.step import train_step
@@ -94,7 +95,7 @@ def train(config: RunConfig, steps: int = 3, make_pack=pack, copies_agree: bool 
     config.check(dist.get_world_size())
     groups = ParallelGroups.create(config.parallel)
     chunks = build_chunks(config, groups)
-    result = Result()
+    engine, result = Engine(config, groups, chunks), Result()
 
     def capture() -> None:
         if not result.losses:
@@ -107,8 +108,8 @@ def train(config: RunConfig, steps: int = 3, make_pack=pack, copies_agree: bool 
         for step in range(steps):
             mine = range(dp.rank(), packs, dp.size())
             batches = [make_pack(config.model, config.train.seed, step, index) for index in mine]
-            outcome = train_step(chunks, batches, optimizer, groups, config, config.optimizer.lr)
-            result.losses.append(outcome.loss)
+            outcome = train_step(engine, optimizer, batches, config.optimizer.lr)
+            result.losses.append(outcome.losses["lm"])
             result.norms.append(outcome.grad_norm)
     result.gap = seen.gap
     found = {n: (t, c.shards[n]) for c in chunks for n, t in c.state_dict().items()}

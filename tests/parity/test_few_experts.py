@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_glm.config import ParallelConfig
 from megatron_glm.parallel.fsdp import shard_dim
-from megatron_glm.training.planning import Plan
+from megatron_glm.planner.plan import Plan
 from tests import distributed
 from tests.parity import test_resharding
 from tests.parity.layouts import parity_model, run_config, train

@@ -93,6 +93,7 @@ def gathered(chunks: list, optimizer: torch.optim.Optimizer, gloo) -> dict[str, 
 def leg(config: RunConfig, groups) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """One start of the program: the whole state after loading, and at the end."""
     from megatron_glm.training.checkpointing import load_checkpoint
+    from megatron_glm.training.engine import Engine
     from megatron_glm.training.initialize import build_chunks
     from megatron_glm.training.loop import train
     from megatron_glm.training.optimizer import build_optimizer
@@ -102,7 +103,7 @@ def leg(config: RunConfig, groups) -> tuple[dict[str, Tensor], dict[str, Tensor]
     optimizer = build_optimizer(chunks, config.optimizer)
     progress = load_checkpoint(config, chunks, optimizer, groups, data)
     start = gathered(chunks, optimizer, groups.gloo_world)
-    train(config, chunks, optimizer, data, {}, groups, progress)
+    train(Engine(config, groups, chunks), optimizer, data, {}, progress)
     return start, gathered(chunks, optimizer, groups.gloo_world)
 
 

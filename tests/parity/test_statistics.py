@@ -28,6 +28,7 @@ def two_steps(parallel: ParallelConfig, seed: int) -> list[dict]:
     import torch.distributed as dist
 
     from megatron_glm.parallel.groups import ParallelGroups
+    from megatron_glm.training.engine import Engine
     from megatron_glm.training.initialize import build_chunks
     from megatron_glm.training.optimizer import build_optimizer
     from megatron_glm.training.step import train_step
@@ -36,13 +37,13 @@ def two_steps(parallel: ParallelConfig, seed: int) -> list[dict]:
     config = run_config(parity_model(4), parallel, packs, seed)
     groups = ParallelGroups.create(parallel)
     chunks = build_chunks(config, groups)
-    optimizer = build_optimizer(chunks, config.optimizer)
+    engine, optimizer = Engine(config, groups, chunks), build_optimizer(chunks, config.optimizer)
     results = []
     for step in range(2):
         # beyond PACKS, the packs have no loss and no tokens
         mine = range(groups.dp.rank(), packs, groups.dp.size())
         batches = [pack(config.model, seed, step, i) if i < PACKS else nothing(config, seed) for i in mine]
-        result = train_step(chunks, batches, optimizer, groups, config, 1e-3, with_statistics=True)
+        result = train_step(engine, optimizer, batches, 1e-3, with_statistics=True)
         results.append(result.statistics | {"norm": result.grad_norm})
     distributed.close_groups(groups)
     return results

@@ -14,7 +14,7 @@ from megatron_glm.model.init import initialize_weights
 from megatron_glm.model.plan import AttentionPlan
 from megatron_glm.model.router import Router, update_router_biases
 from megatron_glm.ops import indexer as indexer_ops
-from tests.reference import recorded, single_chunk, single_groups, small_config
+from tests.reference import forward, recorded, single_chunk, single_groups, small_config
 
 TOTAL = 48
 LONG, PACKED = (45,), (21, 1, 17, 4)  # documents far longer than twice index_topk = 8; both leave padding
@@ -50,7 +50,7 @@ def batch(doc_lengths, seed=0, total=TOTAL):
 
 def run(chunk, tokens, labels, plan):
     chunk.zero_grad()
-    out = chunk(tokens, plan, None, labels)
+    out = forward(chunk, tokens, plan, labels)
     out.loss.backward()
     return out, {name: p.grad.clone() for name, p in chunk.named_parameters() if p.grad is not None}
 
@@ -78,7 +78,7 @@ def test_micro_batches_in_flight_keep_their_own_selection(recompute, order):
         losses = {}
         for number, lengths in (("1", LONG), ("2", PACKED)):
             tokens, labels = batch(lengths, seed=int(number))
-            losses[number] = chunk(tokens, AttentionPlan.build(config, lengths, TOTAL), None, labels).loss
+            losses[number] = forward(chunk, tokens, AttentionPlan.build(config, lengths, TOTAL), labels).loss
         for number in order:
             losses[number].backward()
         gradients.append({name: p.grad for name, p in chunk.named_parameters() if p.grad is not None})
@@ -90,7 +90,7 @@ def test_recomputation_never_selects_again():
     config = small_config()
     chunk = built(config, "full")
     with recorded() as seen:
-        loss = chunk(batch(LONG)[0], AttentionPlan.build(config, LONG, TOTAL), None, batch(LONG)[1]).loss
+        loss = forward(chunk, batch(LONG)[0], AttentionPlan.build(config, LONG, TOTAL), batch(LONG)[1]).loss
         made = len(seen.topk)
         loss.backward()
         assert made == len(seen.topk) == config.indexer_types.count("full")
@@ -109,10 +109,10 @@ def test_a_model_cut_anywhere_equals_the_whole(cut):
         parts.append(GLMChunk(config, layers, single_groups(), ParallelConfig(), KernelConfig("torch"), **ends))
         weights = built(config).state_dict()
         parts[-1].load_state_dict({name: weights[name] for name in parts[-1].state_dict()})
-    first = parts[0](tokens, plan)
+    first = forward(parts[0], tokens, plan)
     assert first.topk.dtype == torch.int32 and not first.topk.requires_grad
     hidden = first.hidden.detach().requires_grad_()
-    second = parts[1](hidden, plan, first.topk, labels)
+    second = forward(parts[1], tokens, plan, labels, {"hidden": hidden, "topk": first.topk})
     assert not second.hidden.requires_grad  # nor where it is the input, which FSDP2 would warn of
     second.loss.backward()
     first.hidden.backward(hidden.grad)
@@ -148,14 +148,14 @@ def test_documents_padding_and_position_in_the_pack_do_not_show():
     config = small_config()
     chunk = built(config)
     tokens, labels = batch(PACKED)
-    packed = chunk(tokens, AttentionPlan.build(config, PACKED, TOTAL), None, labels)
+    packed = forward(chunk, tokens, AttentionPlan.build(config, PACKED, TOTAL), labels)
     tokens[sum(PACKED) :] = 95
-    again = chunk(tokens, AttentionPlan.build(config, PACKED, TOTAL), None, labels)
+    again = forward(chunk, tokens, AttentionPlan.build(config, PACKED, TOTAL), labels)
     assert torch.equal(again.hidden[: sum(PACKED)], packed.hidden[: sum(PACKED)])
     begin, losses = 0, []
     for length in PACKED:
         rows = slice(begin, begin + length)
-        alone = chunk(tokens[rows], AttentionPlan.build(config, (length,), length), None, labels[rows])
+        alone = forward(chunk, tokens[rows], AttentionPlan.build(config, (length,), length), labels[rows])
         torch.testing.assert_close(alone.hidden, packed.hidden[rows], rtol=1e-5, atol=1e-5)
         losses.append(alone.loss)
         begin += length
@@ -169,10 +169,10 @@ def test_no_row_sees_a_later_token():
     tokens, _ = batch(LONG)
     for dense_rows in ("auto", "off"):
         plan = AttentionPlan.build(config, LONG, TOTAL, dense_rows=dense_rows)
-        before = chunk(tokens, plan).hidden
+        before = forward(chunk, tokens, plan).hidden
         changed = tokens.clone()
         changed[30:] = (changed[30:] + 1) % 96
-        after = chunk(changed, plan).hidden
+        after = forward(chunk, changed, plan).hidden
         torch.testing.assert_close(after[:30], before[:30], rtol=1e-5, atol=1e-5)
         assert ((after - before)[30:45].abs().amax(1) > 0.1).all()
 
@@ -361,7 +361,7 @@ def test_tokens_are_counted_once_without_padding(recompute):
     with recorded() as seen:
         for seed in (0, 1):
             tokens, labels = batch(PACKED, seed)
-            losses.append(chunk(tokens, plan, None, labels).loss)
+            losses.append(forward(chunk, tokens, plan, labels).loss)
     sum(losses).backward()
     chosen = [torch.cat([ids[: sum(PACKED)] for ids in seen.experts[layer::3]]) for layer in range(3)]
     assert [router.counts.tolist() for router in chunk.routers()] == [

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_glm.parallel.groups import Edges
-from megatron_glm.parallel.pipeline.p2p import Boundary, GroupTransport
-from megatron_glm.parallel.pipeline.runner import Runner
+from megatron_glm.parallel.pipeline.carry import Carry, CarryField
+from megatron_glm.parallel.pipeline.p2p import GroupTransport
+from megatron_glm.parallel.pipeline.runner import Losses, Runner
 from megatron_glm.parallel.pipeline.schedule import Action, Schedule, build_schedule
 
 TOKENS, HIDDEN, TOPK = 3, 2, 4
@@ -72,13 +73,15 @@ class MemoryTransport:
     def __init__(self, channels: dict, pp: int, rank: int) -> None:
         self.channels, self.pp, self.rank = channels, pp, rank
 
-    def send(self, kind: str, tensor: Tensor) -> Sent:
+    def send(self, kind: str, peer: int, tensor: Tensor) -> Sent:
+        assert peer == (self.rank + (1 if kind == "F" else -1)) % self.pp
         sent = Sent(tensor)
         self.channels[kind, self.rank].sent.put(sent)
         return sent
 
-    def receive(self, kind: str, buffer: Tensor) -> Receipt:
-        channel = self.channels[kind, (self.rank + (-1 if kind == "F" else 1)) % self.pp]
+    def receive(self, kind: str, peer: int, buffer: Tensor) -> Receipt:
+        assert peer == (self.rank + (-1 if kind == "F" else 1)) % self.pp
+        channel = self.channels[kind, peer]
         buffer.fill_(99)
         receipt = Receipt(channel, buffer)
         channel.posted.append(receipt)
@@ -92,48 +95,59 @@ class WatchedTransport(MemoryTransport):
         super().__init__(*args)
         self.receipts: list[Receipt] = []
 
-    def receive(self, kind: str, buffer: Tensor) -> Receipt:
-        self.receipts.append(super().receive(kind, buffer))
+    def receive(self, kind: str, peer: int, buffer: Tensor) -> Receipt:
+        self.receipts.append(super().receive(kind, peer, buffer))
         return self.receipts[-1]
 
 
-class Output(NamedTuple):
-    hidden: Tensor | None
-    topk: Tensor | None
-    loss: Tensor | None
+def fields(topk_stages: tuple[bool, ...]) -> tuple[CarryField, ...]:
+    """Hidden states everywhere, the selection where a stage needs it, and a score that all later stages pass on."""
+    inner = tuple(stage > 0 for stage in range(len(topk_stages)))
+    return (
+        CarryField("hidden", (TOKENS, HIDDEN), torch.float32, True, inner),
+        CarryField("topk", (TOKENS, TOPK), torch.int32, False, topk_stages),
+        CarryField("score", (TOKENS,), torch.float32, True, inner),
+    )
 
 
 class Model:
-    """Stages of one matrix each; every stage but those of `topk_stages` makes a new selection, and all use theirs."""
+    """Stages of one matrix each; every stage but those of `topk_stages` makes a new selection, and all use theirs.
+
+    Every third stage has a loss of its own, on the hidden states and the score, which odd stages change.
+    """
 
     def __init__(self, stages: int, topk_stages: tuple[bool, ...]) -> None:
         generator = torch.Generator().manual_seed(0)
         self.weights = [torch.randn(HIDDEN, HIDDEN, generator=generator).requires_grad_() for _ in range(stages)]
         self.topk_stages = topk_stages
 
-    def forward(self, stage: int, micro_batch: int, hidden: Tensor | None, topk: Tensor | None) -> Output:
-        assert (topk is not None) == self.topk_stages[stage]
-        if stage == 0:
-            hidden = torch.full((TOKENS, HIDDEN), 0.1 * (micro_batch + 1))
-        if topk is None:
-            topk = torch.full((TOKENS, TOPK), 7 * stage + micro_batch, dtype=torch.int32)
+    def forward(self, stage: int, micro_batch: int, carry: Carry) -> tuple[Carry, Losses]:
+        assert ("topk" in carry) == self.topk_stages[stage]
+        hidden = carry["hidden"] if stage else torch.full((TOKENS, HIDDEN), 0.1 * (micro_batch + 1))
+        topk = carry.get("topk", torch.full((TOKENS, TOPK), 7 * stage + micro_batch, dtype=torch.int32))
         hidden = torch.tanh(hidden @ self.weights[stage] + 0.01 * topk.sum())
-        return Output(hidden, topk, hidden.sum() if stage == len(self.weights) - 1 else None)
+        score = carry["score"] if stage else hidden.sum(1)
+        score = score * hidden[:, 0] if stage % 2 else score
+        losses = {} if stage % 3 else {f"score {stage}": score.mean()}
+        if stage == len(self.weights) - 1:
+            losses["last"] = hidden.sum()
+        return {"hidden": hidden, "topk": topk, "score": score}, losses
 
-    def reference(self, micro_batches: int) -> list[Tensor]:
-        losses = []
+    def reference(self, micro_batches: int) -> list[Losses]:
+        found = []
         for micro_batch in range(micro_batches):
-            output = Output(None, None, None)
+            carry, losses = {}, {}
             for stage in range(len(self.weights)):
-                topk = output.topk if self.topk_stages[stage] else None
-                output = self.forward(stage, micro_batch, output.hidden, topk)
-            output.loss.backward()
-            losses.append(output.loss.detach())
-        return losses
+                passed = {n: x for n, x in carry.items() if n != "topk" or self.topk_stages[stage]}
+                carry, more = self.forward(stage, micro_batch, passed)
+                losses |= more
+            sum(losses.values()).backward()
+            found.append({name: loss.detach() for name, loss in losses.items()})
+        return found
 
 
 class Run(NamedTuple):
-    losses: list[Tensor]
+    losses: list[Losses]  # of all stages
     gradients: list[Tensor | None]
     order: list[list]  # per rank, actions and the indices of chunks whose last backward comes next
     channels: dict[tuple[str, int], Channel]
@@ -146,31 +160,31 @@ def execute(
     model = Model(pp * schedule.chunks, topk_stages)
     channels = {(kind, rank): Channel() for kind in "FB" for rank in range(pp)}
     transports = transports or [transport(channels, pp, rank) for rank in range(pp)]
-    boundary = Boundary(TOKENS, HIDDEN, torch.float32, torch.device("cpu"), TOPK, topk_stages)
     order = [[] for _ in range(pp)]
 
-    def work(rank: int) -> list[Tensor]:
-        def forward(chunk, micro_batch, hidden, topk):
+    def work(rank: int) -> list[Losses]:
+        def forward(chunk, micro_batch, carry):
             order[rank].append(Action("F", chunk, micro_batch))
             if isinstance(transports[rank], WatchedTransport):
                 assert all(receipt.here for receipt in transports[rank].receipts), "a receive waits beside a forward"
-            output = model.forward(chunk * pp + rank, micro_batch, hidden, topk)
+            made, losses = model.forward(chunk * pp + rank, micro_batch, carry)
             if not schedule.forward_only:  # a hook on the output must fire although only its graph is kept
-                output.hidden.register_hook(lambda _: order[rank].append(Action("B", chunk, micro_batch)))
-            return output
+                made["hidden"].register_hook(lambda _: order[rank].append(Action("B", chunk, micro_batch)))
+            return made, losses
 
-        runner = Runner(schedule, rank, transports[rank], boundary)
-        return [loss for _ in range(steps) for loss in runner.run(forward, order[rank].append)]
+        runner = Runner(schedule, rank, transports[rank], fields(topk_stages), torch.device("cpu"))
+        return [losses for _ in range(steps) for losses in runner.run(forward, order[rank].append)]
 
     with ThreadPoolExecutor(pp) as pool:
-        losses = [loss for future in [pool.submit(work, rank) for rank in range(pp)] for loss in future.result()]
+        of_ranks = [future.result() for future in [pool.submit(work, rank) for rank in range(pp)]]
+    losses = [{n: loss for part in parts for n, loss in part.items()} for parts in zip(*of_ranks, strict=True)]
     return Run(losses, [weight.grad for weight in model.weights], order, channels)
 
 
 def check_equal_to_one_process(run: Run, schedule: Schedule, topk_stages: tuple[bool, ...], steps: int = 1) -> None:
     model = Model(schedule.pp * schedule.chunks, topk_stages)
     losses = [loss for _ in range(steps) for loss in model.reference(schedule.micro_batches)]
-    assert torch.equal(torch.stack(run.losses), torch.stack(losses))
+    assert run.losses == losses
     for gradient, weight in zip(run.gradients, model.weights, strict=True):
         assert torch.equal(gradient, weight.grad)
 
@@ -207,12 +221,12 @@ def test_forward_only_needs_no_graph_and_gives_the_same_losses():
     run = execute(schedule, alternating(6))
     assert run.order == [list(actions) for actions in schedule.actions]
     assert run.gradients == [None] * 6
-    assert torch.equal(torch.stack(run.losses), torch.stack(Model(6, alternating(6)).reference(5)))
+    assert run.losses == Model(6, alternating(6)).reference(5)
 
 
 def test_selection_is_sent_only_to_stages_that_need_it():
     pp, chunks, micro_batches = 2, 3, 4
-    hidden, topk = TOKENS * HIDDEN * 4, TOKENS * TOPK * 4
+    hidden, topk = TOKENS * (HIDDEN + 1) * 4, TOKENS * TOPK * 4  # the score crosses with the hidden states
     for topk_stages in ((False,) * 6, (False, True, False, False, True, True)):
         run = execute(build_schedule(pp, chunks, micro_batches), topk_stages)
         for sender in range(pp):
@@ -243,7 +257,8 @@ def test_over_gloo(pp, chunks, micro_batches):
         }
         forward = Edges(inbound=made["F", (rank - 1) % pp], outbound=made["F", rank])
         backward = Edges(inbound=made["B", (rank + 1) % pp], outbound=made["B", rank])
-        return GroupTransport(SimpleNamespace(pp_forward=forward, pp_backward=backward))
+        own = SimpleNamespace(rank=lambda: rank, size=lambda: pp)
+        return GroupTransport(SimpleNamespace(pp_forward=forward, pp_backward=backward, pp=own))
 
     with ThreadPoolExecutor(pp) as pool:
         transports = list(pool.map(transport, range(pp)))
@@ -257,33 +272,32 @@ def test_output_is_freed_once_its_send_is_done():
     works, storages = [], []
 
     class Transport:
-        def send(self, kind, tensor):
+        def send(self, kind, peer, tensor):
             works.append(SimpleNamespace(left=False, wait=lambda: None))
             works[-1].is_completed = lambda work=works[-1]: work.left
             return works[-1]
 
-        def receive(self, kind, buffer):
+        def receive(self, kind, peer, buffer):
             buffer.fill_(1)
             return SimpleNamespace(wait=lambda: None)
 
-    def forward(chunk, micro_batch, hidden, topk):  # in the order F0 F1 B0 F2 B1 B2
+    def forward(chunk, micro_batch, carry):  # in the order F0 F1 B0 F2 B1 B2
         alive = [storage() is not None for storage in storages]
         assert alive == [[], [True], [False, True]][micro_batch]
         if micro_batch == 1:
             works[0].left = True
         output = torch.ones(TOKENS, HIDDEN, requires_grad=True) + 1
         storages.append(weakref.ref(output.untyped_storage()))
-        return Output(output, None, None)
+        return {"hidden": output}, {}
 
-    boundary = Boundary(TOKENS, HIDDEN, torch.float32, torch.device("cpu"), TOPK, (False, False))
-    Runner(build_schedule(2, 1, 3), 0, Transport(), boundary).run(forward)
+    Runner(build_schedule(2, 1, 3), 0, Transport(), fields((False, False))[:1], torch.device("cpu")).run(forward)
 
 
 def test_wrong_message_is_refused_where_it_is_made():
     schedule = build_schedule(2, 1, 1)
-    boundary = Boundary(TOKENS, HIDDEN, torch.float32, torch.device("cpu"), TOPK, (False, True))
     transport = MemoryTransport({(kind, rank): Channel() for kind in "FB" for rank in range(2)}, 2, 0)
     for topk in (None, torch.zeros(TOKENS, TOPK, dtype=torch.int64), torch.zeros(TOKENS, 1, dtype=torch.int32)):
-        output = Output(torch.zeros(TOKENS, HIDDEN), topk, None)
-        with pytest.raises(ValueError, match=r"F\(0, 0\) of pipeline rank 0 made .* the next stage expects"):
-            Runner(schedule, 0, transport, boundary).run(lambda *_, output=output: output)
+        made = {"hidden": torch.zeros(TOKENS, HIDDEN)} | ({} if topk is None else {"topk": topk})
+        runner = Runner(schedule, 0, transport, fields((False, True))[:2], torch.device("cpu"))
+        with pytest.raises(ValueError, match=r"F\(0, 0\) of pipeline rank 0 made topk .* the next stage expects"):
+            runner.run(lambda *_, made=made: (made, {}))

@@ -19,12 +19,13 @@ from megatron_glm.model.norm import RMSNorm
 from megatron_glm.model.plan import AttentionPlan
 from megatron_glm.ops.kept import Kept
 from megatron_glm.ops.sparse_mla import PART_BYTES
-from megatron_glm.training import plan_report
-from megatron_glm.training.activations import Shapes, layer_activations, layer_kept
-from megatron_glm.training.planning import GIB, Plan, distinct_owners
+from megatron_glm.planner import report as plan_report
+from megatron_glm.planner.activations import Shapes, layer_activations, layer_kept
+from megatron_glm.planner.plan import GIB, Plan, distinct_owners
+from megatron_glm.planner.traffic import rank_traffic, traffic
 from tests import distributed
 from tests.parity.layouts import Recorder, pack, parity_model, run_config
-from tests.reference import single_chunk
+from tests.reference import forward, single_chunk
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -66,6 +67,7 @@ def really_held(cases: dict[str, RunConfig]) -> dict[str, tuple[int, int, int]]:
 
     from megatron_glm.parallel.fsdp import local
     from megatron_glm.parallel.groups import ParallelGroups
+    from megatron_glm.training.engine import Engine
     from megatron_glm.training.initialize import build_chunks
     from megatron_glm.training.optimizer import build_optimizer
     from megatron_glm.training.step import train_step
@@ -85,7 +87,7 @@ def really_held(cases: dict[str, RunConfig]) -> dict[str, tuple[int, int, int]]:
         )
         mine = range(groups.dp.rank(), config.train.global_batch_size, groups.dp.size())
         batches = [pack(config.model, 1, 0, index) for index in mine]
-        train_step(chunks, batches, recorder, groups, config, 1e-3)
+        train_step(Engine(config, groups, chunks), recorder, batches, 1e-3)
         moments = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
         found[name] = size(parameters), gradients[0], size(moments)
         distributed.close_groups(groups)
@@ -132,8 +134,8 @@ def test_weights_are_gathered_as_often_as_planned():
     for name, config in cases.items():
         plan = Plan.create(config, 4, 4)
         for rank, found in enumerate(ranks):
-            traffic = plan._rank_traffic(rank // 2)
-            assert found[name] == sum(traffic[axis, "gathered weights"] for axis in ("dp_cp", "edp")), (name, rank)
+            sent = rank_traffic(plan, rank // 2)
+            assert found[name] == sum(sent[axis, "gathered weights"] for axis in ("dp_cp", "edp")), (name, rank)
 
 
 def recipe(nodes: int, **changes) -> Plan:
@@ -173,10 +175,10 @@ def test_each_setting_moves_its_kind_of_memory():
     deterministic = replace(full.config, kernels=replace(full.config.kernels, deterministic=True))
     ordered = Plan.create(deterministic, 512, 8).memory(1)["working set of a layer"]
     assert ordered == kinds["working set of a layer"] + PART_BYTES
-    traffic = {(axis, what): inside + between for axis, what, inside, between in full.traffic()}
-    assert ("tp", "sequence shards") not in traffic
+    sent = {(axis, what): inside + between for axis, what, inside, between in traffic(full)}
+    assert ("tp", "sequence shards") not in sent
     stages = 9 * 2 - 1  # inner ranks send 9 outputs and 9 input gradients; the first and last one fewer
-    assert traffic["pp", "hidden states, selections"] >= 4 * stages * 4096 * 6144 * 2
+    assert sent["pp", "hidden states, selections"] >= 4 * stages * 4096 * 6144 * 2
 
 
 def test_owners_of_uniform_choices():
@@ -262,7 +264,7 @@ def test_what_recomputation_keeps_is_exact(dense, granularity, monkeypatch):
         for parameter in chunk.parameters():
             parameter.normal_(std=0.02)
     plan = AttentionPlan.build(tiny, (512,), 512, dense_rows="off")
-    output = chunk(torch.arange(512), plan, None, torch.arange(512))
+    output = forward(chunk, torch.arange(512), plan, torch.arange(512))
     [kept] = made
     results = [tensor for result, _ in kept.results for tensor in tree_leaves(result)]
     assert output.loss.requires_grad

@@ -10,9 +10,9 @@ import pytest
 from megatron_glm.config import ModelConfig, PretrainDataConfig, RunConfig
 from megatron_glm.config.flags import build_parser, resolve
 from megatron_glm.parallel.pipeline.layout import check_layout
+from megatron_glm.planner.plan import GIB, Plan
+from megatron_glm.planner.report import report
 from megatron_glm.training.batch_size import samples_after
-from megatron_glm.training.plan_report import report
-from megatron_glm.training.planning import GIB, Plan
 from tests.unit.test_recipes import ROOT, bash, box, checkpoint  # noqa: F401  (box is a fixture)
 
 NAME = "pretrain_glm5.2"

@@ -16,8 +16,8 @@ from megatron_glm.config import RunConfig
 from megatron_glm.config.flags import build_parser, resolve
 from megatron_glm.config.model import ModelConfig
 from megatron_glm.parallel.pipeline.layout import build_layout, check_layout
-from megatron_glm.training.plan_report import report
-from megatron_glm.training.planning import GIB, Plan
+from megatron_glm.planner.plan import GIB, Plan
+from megatron_glm.planner.report import report
 
 ROOT = Path(__file__).resolve().parents[2]
 

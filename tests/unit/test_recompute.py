@@ -13,7 +13,7 @@ from megatron_glm.model import router
 from megatron_glm.model.plan import AttentionPlan
 from megatron_glm.ops import dense_mla, sparse_mla
 from megatron_glm.ops.kept import Kept, decided_once, kept_products
-from tests.reference import single_chunk, small_config
+from tests.reference import forward, single_chunk, small_config
 
 TOKENS = 24
 ATTENTION = {"sparse_mla", "dense_mla"}
@@ -68,7 +68,7 @@ def case():
 
     def backward(granularity: str) -> Counter:
         chunk.recompute = granularity
-        loss = chunk(tokens, plan, None, tokens).loss
+        loss = forward(chunk, tokens, plan, tokens).loss
         with Count() as count:
             loss.backward()
         return count.found

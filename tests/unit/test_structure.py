@@ -21,6 +21,7 @@ ALLOWED = {
     "data": CONFIG | {"data"},
     "model": CONFIG | {"parallel", "ops", "model"},
     "checkpoint": CONFIG | {"parallel", "ops", "model", "checkpoint"},
+    "planner": CONFIG | {"parallel", "ops", "model", "data", "planner"},
     "training": CONFIG | {"parallel", "ops", "model", "data", "checkpoint", "training"},
 }
 # top-level modules that belong to a part

@@ -20,8 +20,7 @@ from megatron_glm.checkpoint import sharded
 from megatron_glm.config.model import ModelConfig
 from megatron_glm.parallel.shard import Rectangle
 from megatron_glm.training import checkpointing, loop
-from megatron_glm.training import evaluate as evaluation
-from megatron_glm.training import step as step_module
+from megatron_glm.training.engine import Engine
 from megatron_glm.training.host_copy import HostCopy
 from tests.finetune import assert_same, exit_code, finetune, records, saved, tensors, write_rows
 
@@ -55,7 +54,7 @@ def before_step(monkeypatch):
 @pytest.mark.parametrize("number, background", [(signal.SIGTERM, True), (signal.SIGUSR1, False)])
 def test_a_signal_saves_at_the_next_boundary_and_exits_75(run, monkeypatch, number, background):
     """And the run that follows ends as the one that nobody interrupted."""
-    forward, steps = step_module.run_micro_batches, []
+    forward, steps = Engine.forward_backward, []
 
     def interrupted(*args, **kwargs):
         steps.append(1)
@@ -64,7 +63,7 @@ def test_a_signal_saves_at_the_next_boundary_and_exits_75(run, monkeypatch, numb
         return forward(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(step_module, "run_micro_batches", interrupted)
+        patch.setattr(Engine, "forward_backward", interrupted)
         handlers = signal.getsignal(number)
         code = exit_code(run, train_iters=4, save="out", log_file="out.jsonl", async_save=background)
         assert code == signals.REQUEUE == 75 and signal.getsignal(number) == handlers
@@ -85,7 +84,7 @@ def test_an_interrupt_saves_and_exits_130(run, before_step, capfd):
 
 
 def test_without_save_an_interrupt_leaves_in_the_middle_of_a_step(run, monkeypatch, capfd):
-    monkeypatch.setattr(step_module, "run_micro_batches", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(Engine, "forward_backward", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
     assert exit_code(run, train_iters=4) == signals.INTERRUPTED
     assert capfd.readouterr().err == "interrupted\n"
 
@@ -93,14 +92,14 @@ def test_without_save_an_interrupt_leaves_in_the_middle_of_a_step(run, monkeypat
 @pytest.mark.parametrize("iterations, left_with", [(2, [1]), (1, [1])])
 def test_a_signal_during_validation_ends_it_after_the_batch(run, monkeypatch, iterations, left_with):
     """Whether more steps were to follow or not; what was routed until then moves no bias."""
-    forward, batches = evaluation.run_micro_batches, []
+    forward, batches = Engine.evaluate, []
 
-    def interrupted(chunks, *args, **kwargs):
+    def interrupted(engine, step):
         batches.append(1)
         os.kill(os.getpid(), signal.SIGTERM)
-        return forward(chunks, *args, **kwargs)
+        return forward(engine, step)
 
-    monkeypatch.setattr(evaluation, "run_micro_batches", interrupted)
+    monkeypatch.setattr(Engine, "evaluate", interrupted)
     flags = {"train_iters": iterations, "valid_data_path": "valid.jsonl", "eval_interval": 1, "save": "out"}
     assert exit_code(run, **flags, log_file="log.jsonl") == signals.REQUEUE
     assert len(batches) == 1 and saved("out") == left_with

@@ -82,11 +82,11 @@ def test_what_is_not_finite_never_enters_a_checkpoint(run, monkeypatch, capsys):
     """Here by a fault of the machine after a good step."""
     train_step, done = loop.train_step, []
 
-    def faulty(chunks, *args):
-        result = train_step(chunks, *args)
+    def faulty(engine, *args):
+        result = train_step(engine, *args)
         done.append(1)
         if len(done) == 2:
-            local(chunks[0].norm.weight).detach()[3] = float("nan")
+            local(engine.chunks[0].norm.weight).detach()[3] = float("nan")
         return result
 
     monkeypatch.setattr(loop, "train_step", faulty)

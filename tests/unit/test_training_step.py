@@ -21,10 +21,11 @@ from megatron_glm.flops import training_flops
 from megatron_glm.model.plan import AttentionPlan, has_sparse_rows
 from megatron_glm.parallel import fsdp
 from megatron_glm.parallel.fsdp import local
+from megatron_glm.training.engine import Engine
 from megatron_glm.training.evaluate import evaluate
 from megatron_glm.training.initialize import build_chunks, initialize
 from megatron_glm.training.optimizer import build_optimizer
-from megatron_glm.training.step import count, run_micro_batches, train_step
+from megatron_glm.training.step import count, train_step
 
 SEQ = 24
 MODEL = ModelConfig.from_hf(
@@ -94,7 +95,7 @@ class Recorder:
 def gradients(groups, steps, config: RunConfig):
     chunks = build_chunks(config, groups)
     recorder = Recorder(chunks)
-    result = train_step(chunks, list(steps), recorder, groups, config, 0.0)
+    result = train_step(Engine(config, groups, chunks), recorder, list(steps), 0.0)
     return result, recorder.grads
 
 
@@ -110,7 +111,7 @@ def test_loss_and_gradients_do_not_depend_on_accumulation(groups):
     for size, cut_config in ((2, config), (4, config), (1, every)):
         result, grads = gradients(groups, batches(size), cut_config)
         assert result.counts == expected.counts
-        assert result.loss == pytest.approx(expected.loss, rel=1e-6)
+        assert result.losses["lm"] == pytest.approx(expected.losses["lm"], rel=1e-6)
         assert result.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
         assert grads.keys() == reference.keys()
         for name, gradient in grads.items():
@@ -120,13 +121,14 @@ def test_loss_and_gradients_do_not_depend_on_accumulation(groups):
 def test_the_loss_is_the_mean_over_tokens_not_over_micro_batches(groups):
     config = run_config(optimizer=NO_CLIP)
     chunks = build_chunks(config, groups)
-    sums = [loss.item() for loss in run_micro_batches(chunks, list(batches(1)), groups, config, training=False)]
+    engine = Engine(config, groups, chunks)
+    sums = [losses["lm"].item() for losses in engine.evaluate(list(batches(1)))]
     counts = [batch.loss_tokens for batch in batches(1)]
     assert len(set(counts)) > 2
     result, _ = gradients(groups, batches(1), config)
-    assert result.loss == pytest.approx(sum(sums) / sum(counts), rel=1e-6)
-    assert evaluate(chunks, [list(batches(2)), list(batches(4))], groups, config) == pytest.approx(
-        (result.loss, 2 * sum(counts)), rel=1e-6
+    assert result.losses["lm"] == pytest.approx(sum(sums) / sum(counts), rel=1e-6)
+    assert evaluate(engine, [list(batches(2)), list(batches(4))]) == pytest.approx(
+        (result.losses["lm"], 2 * sum(counts)), rel=1e-6
     )
 
 
@@ -136,14 +138,14 @@ def test_a_micro_batch_of_padding_changes_nothing(groups):
     expected, reference = gradients(groups, batches(1), config)
     for steps in ([empty, *batches(1)], [*batches(1), empty]):
         result, grads = gradients(groups, steps, config)
-        assert (result.loss, result.counts) == (expected.loss, expected.counts)
+        assert (result.losses["lm"], result.counts) == (expected.losses["lm"], expected.counts)
         assert all(torch.equal(grads[name], gradient) for name, gradient in reference.items())
 
 
 def test_a_step_without_loss_tokens_is_zero(groups):
     config = run_config()
     result, grads = gradients(groups, [build_batch([], SEQ)], config)
-    assert (result.loss, result.grad_norm, result.counts.loss_tokens) == (0.0, 0.0, 0)
+    assert (result.losses["lm"], result.grad_norm, result.counts.loss_tokens) == (0.0, 0.0, 0)
     trained = {n for chunk in build_chunks(config, groups) for n, p in chunk.named_parameters() if p.requires_grad}
     assert grads.keys() == trained  # every parameter takes part in every step, so that all ranks agree
     assert not any(gradient.any() for gradient in grads.values())
@@ -154,7 +156,7 @@ def test_frozen_parameters_stay_under_weight_decay(groups):
     chunks = build_chunks(config, groups)
     before = {name: local(p).detach().clone() for name, p in chunks[0].named_parameters()}
     optimizer = build_optimizer(chunks, config.optimizer)
-    train_step(chunks, list(batches(2)), optimizer, groups, config, 0.1)
+    train_step(Engine(config, groups, chunks), optimizer, list(batches(2)), 0.1)
     held = {id(p) for p in optimizer.state}
     for name, parameter in chunks[0].named_parameters():
         frozen = ".indexer." in name or name.startswith("layers.3.")
@@ -173,7 +175,7 @@ def test_the_step_is_clipped_and_takes_the_given_rate(groups):
         torch.testing.assert_close(gradient, reference[name] * (bound / free.grad_norm))
     chunks = build_chunks(config, groups)
     optimizer = build_optimizer(chunks, config.optimizer)
-    train_step(chunks, list(batches(1)), optimizer, groups, config, 0.125)
+    train_step(Engine(config, groups, chunks), optimizer, list(batches(1)), 0.125)
     assert {group["lr"] for group in optimizer.param_groups} == {0.125}
 
 
@@ -184,7 +186,7 @@ def test_routing_counts_are_exact_and_move_the_bias(groups, recompute):
     rate = 0.25
     config = run_config(parallel=parallel, optimizer=OptimizerConfig(moe_router_bias_update_rate=rate))
     chunks = build_chunks(config, groups)
-    run_micro_batches(chunks, list(batches(1)), groups, config)
+    Engine(config, groups, chunks).forward_backward(list(batches(1)), {"lm": 1})
     routers = chunks[0].routers()
     assert len(routers) == 2
     tokens = sum(len(ids) for pack in packs() for ids, _ in pack)
@@ -193,7 +195,7 @@ def test_routing_counts_are_exact_and_move_the_bias(groups, recompute):
         assert routed.dtype == torch.int64 and routed.sum() == tokens * MODEL.num_experts_per_tok
 
     chunks = build_chunks(config, groups)
-    train_step(chunks, list(batches(2)), Recorder(chunks), groups, config, 0.0)
+    train_step(Engine(config, groups, chunks), Recorder(chunks), list(batches(2)), 0.0)
     for router, routed in zip(chunks[0].routers(), counts, strict=True):
         mean = routed.double().mean()
         expected = rate * torch.sign(mean - routed.double())
@@ -205,7 +207,7 @@ def test_evaluation_leaves_no_trace(groups):
     config = run_config(optimizer=OptimizerConfig(moe_router_bias_update_rate=0.25))
     chunks = build_chunks(config, groups)
     before = {name: local(tensor).clone() for name, tensor in chunks[0].state_dict().items()}
-    evaluate(chunks, [list(batches(1))], groups, config)
+    evaluate(Engine(config, groups, chunks), [list(batches(1))])
     assert not any(router.counts.any() for router in chunks[0].routers())
     assert all(torch.equal(local(tensor), before[name]) for name, tensor in chunks[0].state_dict().items())
 
@@ -217,7 +219,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_move(groups):
     local(chunks[0].norm.weight).detach().fill_(float("nan"))
     before = {name: local(tensor).clone() for name, tensor in chunks[0].state_dict().items() if name != "norm.weight"}
     with pytest.raises(FloatingPointError, match="lm loss is nan"):
-        train_step(chunks, list(batches(1)), optimizer, groups, config, 1.0)
+        train_step(Engine(config, groups, chunks), optimizer, list(batches(1)), 1.0)
     assert all(torch.equal(local(chunks[0].state_dict()[name]), tensor) for name, tensor in before.items())
 
 
@@ -225,7 +227,9 @@ def test_bf16_computes_in_bf16_and_keeps_fp32_masters(groups):
     config = run_config(train=TrainConfig(train_iters=1, bf16=True), optimizer=NO_CLIP)
     exact, reference = gradients(groups, batches(1), run_config(optimizer=NO_CLIP))
     result, grads = gradients(groups, batches(1), config)
-    assert result.loss != exact.loss and result.loss == pytest.approx(exact.loss, rel=1e-2)
+    assert result.losses["lm"] != exact.losses["lm"] and result.losses["lm"] == pytest.approx(
+        exact.losses["lm"], rel=1e-2
+    )
     assert all(gradient.dtype == torch.float32 for gradient in grads.values())
     assert {local(p).dtype for p in build_chunks(config, groups)[0].parameters()} == {torch.float32}
 
@@ -238,10 +242,10 @@ def trained_in_bf16(groups, reshard: bool, recompute: str) -> tuple[list[float],
     config = run_config(train=TrainConfig(train_iters=3, global_batch_size=4, bf16=True), parallel=parallel)
     chunks = build_chunks(config, groups)
     optimizer = build_optimizer(chunks, config.optimizer)
-    losses = []
+    engine, losses = Engine(config, groups, chunks), []
     for _ in range(3):
-        losses.append(train_step(chunks, list(batches(1)), optimizer, groups, config, 1e-2).loss)
-        losses.append(evaluate(chunks, [list(batches(1))], groups, config)[0])
+        losses.append(train_step(engine, optimizer, list(batches(1)), 1e-2).losses["lm"])
+        losses.append(evaluate(engine, [list(batches(1))])[0])
     assert {type(p) for p in chunks[0]._parameters.values()} <= {torch.nn.Parameter}
     return losses, {name: local(parameter).detach() for name, parameter in chunks[0].named_parameters()}
 
@@ -267,7 +271,7 @@ def test_weights_of_one_rank_have_the_gradients_of_fsdp(groups, recompute, monke
     result, whole = gradients(groups, batches(1), config)
     monkeypatch.setattr(fsdp, "holds_whole", lambda dp_cp, edp: (False, False))
     expected, sharded = gradients(groups, batches(1), config)
-    assert result.loss == expected.loss and whole.keys() == sharded.keys()
+    assert result.losses["lm"] == expected.losses["lm"] and whole.keys() == sharded.keys()
     for name, gradient in whole.items():
         assert torch.equal(gradient, sharded[name]), name
 
@@ -283,7 +287,7 @@ def test_counts_of_a_long_context_step_do_not_overflow(groups):
     """300 packs of 131,072 tokens are 1.1e19 FLOPs, above 2^63 = 9.2e18; the counts of tokens stay exact."""
     config = run_config(model=ModelConfig.from_hf("glm5.2"))
     one, packs = 131_072, 300
-    counted = count([SimpleNamespace(doc_lengths=(one,), loss_tokens=one - 1)] * packs, groups, config)
+    counted = count(config, groups, [SimpleNamespace(doc_lengths=(one,), loss_tokens=one - 1)] * packs)
     assert (counted.tokens, counted.loss_tokens) == (packs * one, packs * (one - 1))
     assert counted.flops == pytest.approx(packs * training_flops(config.model, [one]), rel=1e-12)
     assert counted.flops > 2**63

@@ -1,24 +1,24 @@
 """Messages between neighbouring pipeline stages. No tags, which NCCL ignores: messages match by order.
 
-A channel is one direction between one rank and its neighbour ("F": activations to the next rank, "B": gradients to the
-previous one; the ring closes). A receiver needs its messages in the order of the sender: `check_schedule` sees to it.
+A channel is one kind of message between two ranks: "F" carries activations, "B" gradients. A receiver needs the
+messages of a channel in the order of the sender, which `check_schedule` checks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_glm.parallel.groups import Edges, ParallelGroups
-from megatron_glm.parallel.pipeline.schedule import Action, Schedule
+from megatron_glm.parallel.pipeline.carry import Carry, CarryField
+from megatron_glm.parallel.pipeline.schedule import BACKWARD, FORWARD, Action, Schedule
 
 
 class Pending(Protocol):
-    """An operation on its way. The buffer belongs to it until it is completed."""
+    """An operation that was started. The buffer belongs to it until it is completed."""
 
     def wait(self) -> object: ...
 
@@ -26,57 +26,61 @@ class Pending(Protocol):
 
 
 class Transport(Protocol):
-    """Both start an operation and return at once. `kind` is the direction, "F" or "B"."""
+    """Both start an operation and return at once. `kind` is "F" or "B"; `peer` the pipeline rank at the other end."""
 
-    def send(self, kind: str, tensor: Tensor) -> Pending: ...
+    def send(self, kind: str, peer: int, tensor: Tensor) -> Pending: ...
 
-    def receive(self, kind: str, buffer: Tensor) -> Pending: ...
+    def receive(self, kind: str, peer: int, buffer: Tensor) -> Pending: ...
 
 
 class GroupTransport:
-    """Transport over the two-rank groups of `ParallelGroups`."""
+    """Transport over the two-rank groups of `ParallelGroups`: "F" to the next rank of the ring, "B" to the previous."""
 
     def __init__(self, groups: ParallelGroups) -> None:
-        self._edges: dict[str, Edges] = {"F": groups.pp_forward, "B": groups.pp_backward}
+        self._edges: dict[str, Edges] = {FORWARD: groups.pp_forward, BACKWARD: groups.pp_backward}
+        self._rank, self._pp = groups.pp.rank(), groups.pp.size()
 
-    def send(self, kind: str, tensor: Tensor) -> Pending:
+    def send(self, kind: str, peer: int, tensor: Tensor) -> Pending:
+        self._require(peer, self._rank + (1 if kind == FORWARD else -1))
         group = self._edges[kind].outbound
         return group.send([tensor], 1 - group.rank(), 0)
 
-    def receive(self, kind: str, buffer: Tensor) -> Pending:
+    def receive(self, kind: str, peer: int, buffer: Tensor) -> Pending:
+        self._require(peer, self._rank - (1 if kind == FORWARD else -1))
         group = self._edges[kind].inbound
         return group.recv([buffer], 1 - group.rank(), 0)
 
-
-@dataclass(frozen=True)
-class Boundary:
-    """What crosses the boundary between two stages: shapes that never change, so none is ever sent."""
-
-    tokens: int  # t, of this rank's sequence shard
-    hidden_size: int  # D
-    dtype: torch.dtype  # of hidden states and their gradients
-    device: torch.device
-    topk: int  # K
-    topk_stages: tuple[bool, ...]  # per stage: whether its input comes with the selection [t, K] int32
+    def _require(self, peer: int, neighbour: int) -> None:
+        if peer != neighbour % self._pp:
+            raise ValueError(f"pipeline ranks {self._rank} and {peer} have no group for this message: see groups.py")
 
 
 class Mailbox:
     """The messages of one rank during one run of a schedule.
 
     Args:
-        selects: per micro-batch, whether it has a selection at all; the same on every rank.
+        fields: all that can cross between stages.
+        sparse: per micro-batch, whether it has the fields that are `sparse_only`; the same on every rank.
     """
 
     def __init__(
-        self, schedule: Schedule, rank: int, transport: Transport, boundary: Boundary, selects: Sequence[bool]
+        self,
+        schedule: Schedule,
+        rank: int,
+        transport: Transport,
+        fields: Sequence[CarryField],
+        device: torch.device,
+        sparse: Sequence[bool],
     ) -> None:
         self._schedule, self._rank, self._transport = schedule, rank, transport
-        self._boundary, self._selects = boundary, selects
-        self._local: dict[Action, list[Tensor]] = {}  # from this rank to itself
+        self._fields, self._device, self._sparse = fields, device, sparse
+        self._local: dict[Action, Carry] = {}  # from this rank to itself
         self._sent: list[tuple[Pending, Tensor]] = []
 
-    def take(self, action: Action) -> list[Tensor]:
-        """The tensors that `action` needs, once they are here; none where the pipeline begins or turns round.
+    def take(self, action: Action) -> Carry:
+        """What `action` needs, once it is here: the input of a forward, or the gradients of a forward's output.
+
+        It is empty at both ends of the pipeline: before the first stage's forward, and before the last one's backward.
 
         They are received now, behind the computing that was started before, and not while that goes on: an NCCL
         receive holds multiprocessors until its message comes, and a matrix product that has planned with all of them
@@ -84,32 +88,39 @@ class Mailbox:
         """
         cause = self._schedule.cause(self._rank, action)
         if cause is not None and cause[0] != self._rank:
-            shapes = self._shapes(self._rank, action)
-            tensors = [torch.empty(shape, dtype=dtype, device=self._boundary.device) for shape, dtype in shapes]
-            for work in [self._transport.receive(action.kind, tensor) for tensor in tensors]:
+            expected = self.expected(self._rank, action)
+            tensors = {f.name: torch.empty(f.shape, dtype=f.dtype, device=self._device) for f in expected}
+            for work in [self._transport.receive(action.kind, cause[0], tensor) for tensor in tensors.values()]:
                 work.wait()
             return tensors
-        return self._local.pop(action, [])
+        return self._local.pop(action, {})
 
-    def put(self, action: Action, tensors: list[Tensor | None]) -> None:
-        """Send what `action` made to the rank that needs it; does not wait.
+    def put(self, action: Action, carry: Carry) -> None:
+        """Send what `action` made to the rank that needs it; does not wait. Nothing at the ends of the pipeline.
 
         Raises:
-            ValueError: the tensors are not what the receiver expects, which would hang or corrupt it.
+            ValueError: a tensor is not what the receiver expects, which would hang or corrupt it.
         """
         self._sent = [(work, tensor) for work, tensor in self._sent if not work.is_completed()]
-        rank, effect = self._schedule.effect(self._rank, action)
-        expected = self._shapes(rank, effect)
-        made = [None if tensor is None else (tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-        if made != expected:
-            raise ValueError(f"{action} of pipeline rank {self._rank} made {made}, the next stage expects {expected}")
-        if rank == self._rank:  # a pipeline of one rank
-            self._local[effect] = tensors
+        effect = self._schedule.effect(self._rank, action)
+        if effect is None:
             return
-        for tensor in tensors:
-            tensor = tensor.contiguous()
+        fields = self.expected(*effect)
+        for field in fields:
+            tensor = carry.get(field.name)
+            made = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+            if made != (field.shape, field.dtype):
+                raise ValueError(
+                    f"{action} of pipeline rank {self._rank} made {field.name} {made}, the next stage expects "
+                    f"{(field.shape, field.dtype)}"
+                )
+        if effect[0] == self._rank:  # a pipeline of one rank
+            self._local[effect[1]] = {field.name: carry[field.name] for field in fields}
+            return
+        for field in fields:
+            tensor = carry[field.name].contiguous()
             # The pair keeps the memory alive until it has left.
-            self._sent.append((self._transport.send(action.kind, tensor), tensor))
+            self._sent.append((self._transport.send(action.kind, effect[0], tensor), tensor))
 
     def close(self) -> None:
         """Wait until every message has left."""
@@ -117,14 +128,17 @@ class Mailbox:
             work.wait()
         self._sent.clear()
 
-    def _shapes(self, rank: int, action: Action) -> list[tuple[tuple[int, int], torch.dtype]]:
-        """The message for `action` of `rank`: hidden [t, D], and top-k [t, K] where a forward needs one."""
-        boundary, (kind, chunk, micro_batch) = self._boundary, action
-        shapes = [((boundary.tokens, boundary.hidden_size), boundary.dtype)]
-        if kind == "F" and boundary.topk_stages[chunk * self._schedule.pp + rank] and self._selects[micro_batch]:
-            shapes.append(((boundary.tokens, boundary.topk), torch.int32))
-        return shapes
+    def expected(self, rank: int, action: Action) -> list[CarryField]:
+        """What the message for `action` of `rank` holds, in this order.
 
-    def expects_topk(self, action: Action) -> bool:
-        """Whether the stage after `action`, a forward, needs the selection."""
-        return len(self._shapes(*self._schedule.effect(self._rank, action))) > 1
+        For a forward the inputs of its stage; for a backward the gradients of its outputs, the next stage's inputs.
+        """
+        kind, _, micro_batch = action
+        stage = self._schedule.stage(rank, action) + (kind == BACKWARD)
+        return [
+            field
+            for field in self._fields
+            if field.stages[stage]
+            and (field.differentiable or kind == FORWARD)
+            and (self._sparse[micro_batch] or not field.sparse_only)
+        ]

@@ -3,97 +3,109 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_glm import heartbeat
-from megatron_glm.parallel.pipeline.p2p import Boundary, Mailbox, Transport
-from megatron_glm.parallel.pipeline.schedule import Action, Schedule, check_schedule
+from megatron_glm.parallel.pipeline.carry import Carry, CarryField
+from megatron_glm.parallel.pipeline.p2p import Mailbox, Transport
+from megatron_glm.parallel.pipeline.schedule import BACKWARD, FORWARD, Action, Schedule, check_schedule
+
+Losses = dict[str, Tensor]  # scalars to differentiate, already scaled; any stage may have some
+# (chunk, micro-batch, input) -> (output, losses). The input is empty on the first stage.
+Forward = Callable[[int, int, Carry], tuple[Carry, Losses]]
 
 
-class Output(Protocol):
-    hidden: Tensor | None  # [t, D], None on the last stage
-    topk: Tensor | None  # [t, K] int32, the selection in force after the chunk
-    loss: Tensor | None  # scalar to differentiate, already scaled; any stage may have one
+class _Live(NamedTuple):
+    """A micro-batch between its forward and its backward in one chunk."""
 
-
-# (chunk, micro-batch, hidden [t, D], top-k [t, K]) -> Output. Hidden is None on the first stage, top-k wherever the
-# chunk does not begin with a shared layer or the micro-batch has no selection.
-Forward = Callable[[int, int, Tensor | None, Tensor | None], Output]
+    inputs: Carry  # those with a gradient
+    outputs: dict[str, GradientEdge]  # their graph without their values, which may go once they are sent
+    losses: Losses
 
 
 class Runner:
-    """Runs `schedule.actions[rank]`. The last stage must return a loss."""
+    """Runs `schedule.actions[rank]`.
 
-    def __init__(self, schedule: Schedule, rank: int, transport: Transport, boundary: Boundary) -> None:
+    Args:
+        fields: all that can cross between stages.
+        device: where received tensors are put.
+    """
+
+    def __init__(
+        self, schedule: Schedule, rank: int, transport: Transport, fields: Sequence[CarryField], device: torch.device
+    ) -> None:
         check_schedule(schedule)
-        stages = schedule.pp * schedule.chunks
-        if len(boundary.topk_stages) != stages:
-            raise ValueError(f"{len(boundary.topk_stages)} entries of topk_stages for {stages} stages")
+        for field in fields:
+            if len(field.stages) != schedule.placement.count:
+                raise ValueError(f"{field.name} says {len(field.stages)} stages of {schedule.placement.count}")
         self.schedule, self.rank = schedule, rank
-        self._transport, self._boundary = transport, boundary
+        self._transport, self._fields, self._device = transport, fields, device
+        self._differentiable = {field.name for field in fields if field.differentiable}
         # A chunk's last backward, after which its gradients are complete.
-        self._last = {action.chunk: action for action in schedule.actions[rank] if action.kind == "B"}
+        self._last = {action.chunk: action for action in schedule.actions[rank] if action.kind == BACKWARD}
 
     def run(
         self,
         forward: Forward,
         before_last_backward: Callable[[int], None] | None = None,
-        selects: Sequence[bool] | None = None,
-    ) -> list[Tensor]:
+        sparse: Sequence[bool] | None = None,
+    ) -> list[Losses]:
         """One step; gradients accumulate in the parameters.
 
         Args:
             before_last_backward: called with a chunk's index before the backward of its last micro-batch, for example
                 to switch the gradient synchronisation on.
-            selects: per micro-batch, whether it has a top-k selection at all, the same on every rank (None: all have).
+            sparse: per micro-batch, whether it has the fields that are `sparse_only` (None: all have).
         Returns:
-            The detached losses of the last stage in micro-batch order; empty on the ranks that do not hold it.
+            the detached losses of this rank's stages by name, one dict a micro-batch.
         """
-        selects = [True] * self.schedule.micro_batches if selects is None else selects
-        mailbox = Mailbox(self.schedule, self.rank, self._transport, self._boundary, selects)
-        live: dict[tuple[int, int], tuple[Tensor | None, list[GradientEdge | Tensor]]] = {}
-        losses: dict[int, Tensor] = {}
+        sparse = [True] * self.schedule.micro_batches if sparse is None else sparse
+        mailbox = Mailbox(self.schedule, self.rank, self._transport, self._fields, self._device, sparse)
+        live: dict[tuple[int, int], _Live] = {}
+        found: list[Losses] = [{} for _ in range(self.schedule.micro_batches)]
         for action in self.schedule.actions[self.rank]:
             heartbeat.beat()
-            if action.kind == "F":
-                self._forward(action, forward, mailbox, live, losses)
+            if action.kind == FORWARD:
+                made = self._forward(action, forward, mailbox)
+                found[action.micro_batch] |= {name: loss.detach() for name, loss in made.losses.items()}
+                if not self.schedule.forward_only:
+                    live[action[1:]] = made
+                del made  # the graph of a micro-batch ends with its backward
             else:
                 if before_last_backward is not None and action == self._last[action.chunk]:
                     before_last_backward(action.chunk)
-                self._backward(action, mailbox, *live.pop(action[1:]))
+                self._backward(action, mailbox, live.pop(action[1:]))
         mailbox.close()
-        return [losses[micro_batch] for micro_batch in sorted(losses)]
+        return found
 
-    def _forward(self, action: Action, forward: Forward, mailbox: Mailbox, live: dict, losses: dict) -> None:
-        _, chunk, micro_batch = action
+    def _forward(self, action: Action, forward: Forward, mailbox: Mailbox) -> _Live:
         training = not self.schedule.forward_only
-        hidden, topk = (*mailbox.take(action), None, None)[:2]
-        if hidden is not None:
-            hidden.requires_grad_(training)
+        inputs = mailbox.take(action)
+        differentiable = {name: tensor for name, tensor in inputs.items() if name in self._differentiable}
+        for tensor in differentiable.values():
+            tensor.requires_grad_(training)
         with torch.set_grad_enabled(training):
-            output = forward(chunk, micro_batch, hidden, topk)
-        roots = []  # what the backward starts from; a stage of frozen weights has nothing
-        if self.schedule.effect(self.rank, action) is None:
-            losses[micro_batch] = output.loss.detach()
-        else:
-            message = [output.hidden.detach()]
-            mailbox.put(action, [*message, output.topk] if mailbox.expects_topk(action) else message)
-            if output.hidden.requires_grad:
-                # The edge holds the graph but not the values, so that they can go when they are sent.
-                roots.append(get_gradient_edge(output.hidden))
-        if output.loss is not None and output.loss.requires_grad:
-            roots.append(output.loss)
-        if training:
-            live[chunk, micro_batch] = hidden, roots
+            outputs, losses = forward(action.chunk, action.micro_batch, inputs)
+        mailbox.put(action, {name: tensor.detach() for name, tensor in outputs.items()})
+        effect = self.schedule.effect(self.rank, action)
+        sent = [] if effect is None else [f.name for f in mailbox.expected(*effect) if f.differentiable]
+        edges = {name: get_gradient_edge(outputs[name]) for name in sent if outputs[name].requires_grad}
+        return _Live(differentiable, edges, losses)
 
-    def _backward(self, action: Action, mailbox: Mailbox, hidden: Tensor | None, roots: list) -> None:
+    def _backward(self, action: Action, mailbox: Mailbox, live: _Live) -> None:
         received = mailbox.take(action)
-        gradients = [received[0] if isinstance(root, GradientEdge) else None for root in roots]
-        if roots:
+        losses = [loss for loss in live.losses.values() if loss.requires_grad]
+        roots = [*live.outputs.values(), *losses]
+        gradients = [*(received[name] for name in live.outputs), *(None for _ in losses)]
+        if roots:  # a stage of frozen weights may have nothing to differentiate
             torch.autograd.backward(roots, gradients)
-        if hidden is not None:
-            mailbox.put(action, [hidden.grad])
+        mailbox.put(action, {name: _gradient(tensor) for name, tensor in live.inputs.items()})
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    """The gradient of an input; zero where nothing that is differentiated depends on it."""
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad

@@ -1,4 +1,4 @@
-"""What a run needs, from its configuration alone: bytes, work and traffic of each pipeline rank. No device, no process.
+"""What a run needs, from its configuration alone: bytes and work of each pipeline rank. No device, no process.
 
 Parameter, gradient and moment bytes are those of the real modules, built on the meta device with stand-ins for the
 process groups, cut as FSDP2 cuts them: exact. Activations and buffers are estimates from shapes; each function has its
@@ -8,23 +8,16 @@ formula. Every document is taken to fill its pack, which attends the most. All a
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass
-from functools import cache
 
-import torch
-from torch import nn
-
-from megatron_glm.config import KernelConfig, ModelConfig, ParallelConfig, RunConfig
-from megatron_glm.model.glm import GLMChunk
+from megatron_glm.config import ModelConfig, RunConfig
 from megatron_glm.ops.sparse_mla import PART_BYTES, sums_in_order
-from megatron_glm.parallel.fsdp import holds_whole, shard_dim
-from megatron_glm.parallel.grid import GROUP_AXES, Grid
-from megatron_glm.parallel.groups import ParallelGroups
+from megatron_glm.parallel.fsdp import holds_whole
+from megatron_glm.parallel.grid import Grid
 from megatron_glm.parallel.pipeline.layout import PipelineLayout, Stage, build_layout, check_layout, stage_costs
 from megatron_glm.parallel.pipeline.schedule import Schedule, build_schedule
 from megatron_glm.parallel.pipeline.simulate import Simulation, simulate
-from megatron_glm.training.activations import (
+from megatron_glm.planner.activations import (
     Shapes,
     head_bytes,
     head_kept,
@@ -33,96 +26,11 @@ from megatron_glm.training.activations import (
     layer_kept,
     vocabulary_elements,
 )
+from megatron_glm.planner.units import Unit, stage_units
 
 FP32 = 4
 GIB = 2**30
-# Bytes a second that a GPU sends, taken for every plan: inside a node over NVLink, and over a 400 Gbit/s adapter of its
-# own between nodes.
-NODE_RATE, NETWORK_RATE = 400e9, 50e9
 RESERVE = 5 * GIB  # an assumption: CUDA context and libraries, NCCL's channels of about ten groups, fragmentation
-
-
-@dataclass(frozen=True)
-class Axis:
-    """A process group of which only the size matters; this rank is its first."""
-
-    ranks: int
-
-    def size(self) -> int:
-        return self.ranks
-
-    def rank(self) -> int:
-        return 0
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Parameters that FSDP gathers together: shapes after the tensor and expert cut, before FSDP's.
-
-    kind: "experts", "layer", "embedding", "head" or "root", which is what these leave: the last norm, if anything.
-    runs: False in an MTP layer, which is held and never gathered.
-    """
-
-    kind: str
-    runs: bool
-    trained: tuple[tuple[int, ...], ...]
-    frozen: tuple[tuple[int, ...], ...]
-
-    @property
-    def expert(self) -> bool:
-        return self.kind == "experts"
-
-    @property
-    def vocabulary(self) -> bool:
-        """Whether it is a matrix of the vocabulary, which no backward gathers."""
-        return self.kind in ("embedding", "head")
-
-    @property
-    def trained_elements(self) -> int:
-        return sum(map(math.prod, self.trained))
-
-    @property
-    def elements(self) -> int:
-        return self.trained_elements + sum(map(math.prod, self.frozen))
-
-    def shard(self, index: int, size: int) -> tuple[int, int]:
-        """(trained, frozen) elements that rank `index` of `size` holds: chunks of ceil(rows / size) along one dim."""
-        return tuple(sum(_shard(shape, index, size) for shape in shapes) for shapes in (self.trained, self.frozen))
-
-
-def _shard(shape: tuple[int, ...], index: int, size: int) -> int:
-    dim = shard_dim(shape, size)
-    rows = -(-shape[dim] // size)
-    return max(0, min(rows, shape[dim] - index * rows)) * (math.prod(shape) // shape[dim])
-
-
-@cache
-def stage_units(
-    model: ModelConfig, parallel: ParallelConfig, kernels: KernelConfig, grid: Grid, stage: Stage
-) -> tuple[Unit, ...]:
-    """The FSDP units of one virtual stage; see `fsdp.shard_chunk`."""
-    sizes = {name: math.prod(getattr(grid, axis) for axis in axes) for name, (_, axes) in GROUP_AXES.items()}
-    axes = {name: Axis(size) for name, size in sizes.items()}
-    world = Axis(grid.pp * grid.dp * grid.cp * grid.tp)
-    groups = ParallelGroups(world, world, world, pp_forward=None, pp_backward=None, **axes)
-    where = {"embedding": stage.embedding, "head": stage.head, "mtp": stage.mtp}
-    with torch.device("meta"):
-        chunk = GLMChunk(model, stage.layers, groups, parallel, kernels, **where)
-    modules: list[tuple[str, nn.Module | None, bool]] = []
-    for name, layer in chunk.layers.items():
-        runs = int(name) < model.num_hidden_layers
-        modules += [("experts", getattr(layer.mlp, "experts", None), runs), ("layer", layer, runs)]
-    modules += [("embedding", chunk.embed_tokens, True), ("head", chunk.lm_head, True), ("root", chunk, True)]
-    units, taken = [], set()
-    for kind, module, runs in modules:
-        if module is not None:
-            mine = [parameter for parameter in module.parameters() if parameter not in taken]
-            taken.update(mine)
-            shapes = {
-                trains: tuple(tuple(p.shape) for p in mine if p.requires_grad == trains) for trains in (True, False)
-            }
-            units.append(Unit(kind, runs, shapes[True], shapes[False]))
-    return tuple(units)
 
 
 @dataclass(frozen=True)
@@ -314,81 +222,6 @@ class Plan:
         gradients = layer_gradients(model, s) + (PART_BYTES if ordered else 0)
         layers = [layer for stage in self.layout.of_rank(pp_rank) for layer in stage.layers]
         return max((layer_again(model, i, s, granularity) + gradients for i in layers), default=0)
-
-    def traffic(self) -> list[tuple[str, str, float, float]]:
-        """(axis, what, bytes inside a node, bytes between nodes) that a rank sends in a step, the busiest rank's."""
-        by_rank = [self._rank_traffic(rank) for rank in range(self.grid.pp)]
-        rows = []
-        for axis, what in dict.fromkeys(key for rank in by_rank for key in rank):
-            total = max(rank[axis, what] for rank in by_rank)
-            inside = self._inside(axis)
-            rows.append((axis, what, total * inside, total * (1 - inside)))
-        return rows
-
-    def transfer_seconds(self) -> float:
-        """Seconds of a step that the busiest rank sends at `NODE_RATE` and `NETWORK_RATE`, hidden or not."""
-        return sum(inside / NODE_RATE + between / NETWORK_RATE for _, _, inside, between in self.traffic())
-
-    def _inside(self, axis: str) -> float:
-        """Share of a rank's peers in the group `axis` that are in its node."""
-        ranks = self.grid.groups(axis)[0]
-        near = sum(rank // self.gpus_per_node == ranks[0] // self.gpus_per_node for rank in ranks)
-        return (near - 1) / (len(ranks) - 1)
-
-    def _rank_traffic(self, pp_rank: int) -> Counter:
-        """Bytes by (axis, what): ring all-gathers and reduce-scatters move (n - 1) / n of the whole.
-
-        A backward repeats its forward's traffic the other way, and recomputation the forward's; index keys and
-        selections, which have no gradient, are counted with the rest.
-        """
-        grid, model, s, found = self.grid, self.config.model, self.shapes, Counter()
-        parallel, count = self.config.parallel, self.schedule.micro_batches
-        passes = count * (2 if parallel.recompute_granularity == "none" else 3)
-        for unit in self.rank_units(pp_rank):
-            axis, size = ("edp", grid.edp) if unit.expert else ("dp_cp", grid.dp * grid.cp)
-            if size > 1 and unit.runs:
-                reshard = parallel.reshard_experts_after_forward if unit.expert else parallel.reshard_after_forward
-                reductions = 1 if parallel.grad_sync == "last" else count
-                share = (size - 1) / size
-                again = count * (not unit.vocabulary)  # for the backward
-                gathers = count + again if reshard else reductions  # what stays gathered does until it is reduced
-                found[axis, "gathered weights"] += share * unit.elements * s.b * gathers
-                found[axis, "reduced gradients"] += share * unit.trained_elements * FP32 * reductions
-        for stage in self.layout.of_rank(pp_rank):
-            for layer in stage.layers:
-                found.update({key: passes * value for key, value in self._layer_traffic(layer).items()})
-            if grid.pp > 1:
-                ends = (not stage.head) + (not stage.embedding)  # outputs forward, gradients of inputs back
-                selection = s.shard * s.slots * 4 * stage.needs_topk(model)
-                message = s.shard * model.hidden_size * s.b
-                found["pp", "hidden states, selections"] += count * (ends * message + selection)
-        return found
-
-    def _layer_traffic(self, layer: int) -> dict[tuple[str, str], float]:
-        """Bytes of one forward of one layer over the groups tp, tp_cp and ep."""
-        grid, model, s, found = self.grid, self.config.model, self.shapes, {}
-        both = grid.tp * grid.cp
-        if both > 1:
-            index_key = model.index_head_dim if model.has_indexer(layer) else 0
-            row = (model.kv_lora_rank + model.qk_rope_head_dim + index_key) * s.b
-            found["tp_cp", "latents, index keys"] = (both - 1) / both * s.pack * row
-        if grid.tp > 1:  # q_a gathered; attention scattered; MLP gathered and scattered; selections gathered
-            row = (model.q_lora_rank + 3 * model.hidden_size) * s.b + 4 * s.slots * model.has_indexer(layer)
-            found["tp", "sequence shards"] = (grid.tp - 1) / grid.tp * s.tokens * row
-        if grid.ep > 1 and model.is_moe(layer):
-            there = model.hidden_size * s.b + 8 * model.num_experts_per_tok
-            tokens = s.shard * distinct_owners(model, grid.ep) * (grid.ep - 1) / grid.ep
-            if self.config.parallel.moe_token_dispatcher_type == "allgather":
-                tokens = s.shard * (grid.ep - 1)
-            found["ep", "tokens to experts and back"] = tokens * (there + model.hidden_size * s.b)
-            if self.config.parallel.moe_token_dispatcher_type == "hybrid":
-                del found["ep", "tokens to experts and back"]
-                for axis, size in (("ep_inter", grid.inter), ("ep_node", grid.node)):
-                    owners = distinct_owners(model, grid.inter if axis == "ep_inter" else grid.ep)
-                    if size > 1:
-                        moved = s.shard * owners * (size - 1) / size
-                        found[axis, "tokens to experts and back"] = moved * (there + model.hidden_size * s.b)
-        return found
 
 
 def distinct_owners(model: ModelConfig, owners: int) -> float:

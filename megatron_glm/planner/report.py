@@ -18,7 +18,8 @@ from megatron_glm.config.flags import PLAN_FLAGS, DataSection, print_always_so, 
 from megatron_glm.data.blend import parse_blend
 from megatron_glm.flops import training_flops
 from megatron_glm.model.plan import work_per_rank
-from megatron_glm.training.planning import GIB, NETWORK_RATE, NODE_RATE, Plan
+from megatron_glm.planner.plan import GIB, Plan
+from megatron_glm.planner.traffic import NETWORK_RATE, NODE_RATE, traffic, transfer_seconds
 
 CUDA_BACKEND = "cudnn"  # what --attention-backend is on a GPU by default
 
@@ -211,10 +212,10 @@ def _balance(work: Iterable[int]) -> float:
 def _traffic_lines(plan: Plan) -> Iterator[str]:
     yield "communication: GiB that the busiest rank sends in a step, by the share of its peers in its node"
     yield f"  {'axis':<10}{'what':<30}{'in node':>12}{'between':>12}"
-    for axis, what, inside, between in plan.traffic():
+    for axis, what, inside, between in traffic(plan):
         yield f"  {axis:<10}{what:<30}{inside / GIB:12.2f}{between / GIB:12.2f}"
     rates = f"{NODE_RATE / 1e9:.0f} GB/s in a node and {NETWORK_RATE / 1e9:.0f} GB/s between nodes"
-    yield f"  {plan.transfer_seconds():.2f} s in all at {rates}, hidden behind computing or not"
+    yield f"  {transfer_seconds(plan):.2f} s in all at {rates}, hidden behind computing or not"
 
 
 def _verdict_lines(plan: Plan, gpu_memory: float) -> Iterator[str]:
@@ -241,7 +242,7 @@ SPENDING = (
 
 def _faster_lines(plan: Plan, gpu_memory: float) -> Iterator[str]:
     """The settings with which a step sends at least 1 % less and still fits well; last, the best of them together."""
-    seconds, found = plan.transfer_seconds(), []
+    seconds, found = transfer_seconds(plan), []
     for changes in (chosen for n in range(1, len(SPENDING) + 1) for chosen in itertools.combinations(SPENDING, n)):
         change = {field: value for each in changes for field, value in each.items()}
         if all(getattr(plan.config.parallel, field) != value for field, value in change.items()):
@@ -251,10 +252,10 @@ def _faster_lines(plan: Plan, gpu_memory: float) -> Iterator[str]:
                 found.append((change, other))
     alone = [(change, other) for change, other in found if len(change) == 1]
     # Of settings that send as little, the one that needs least memory: some spend it and send nothing less.
-    best = min(found, key=lambda pair: (round(pair[1].transfer_seconds(), 2), pair[1].peak()), default=None)
+    best = min(found, key=lambda pair: (round(transfer_seconds(pair[1]), 2), pair[1].peak()), default=None)
     shown = alone + [best] * (best is not None and best not in alone)
     for change, other in shown:
-        if (less := seconds - other.transfer_seconds()) > 0.01 * seconds:
+        if (less := seconds - transfer_seconds(other)) > 0.01 * seconds:
             more = (other.peak() - plan.peak()) / GIB
             yield f"  faster: {_flags(change)} takes {more:.1f} GiB more and {less:.1f} of {seconds:.1f} s less to send"
 

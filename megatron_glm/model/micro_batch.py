@@ -1,0 +1,28 @@
+"""What every chunk of the model is given of a micro-batch, whatever its place in the pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from megatron_glm.model.plan import AttentionPlan
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch on the device. The pack is whole on every rank; a chunk takes this rank's rows by `plan.local`.
+
+    tokens: [T] int64.
+    labels: [T] int64, the next token of each, -100 = no loss; None: no loss is wanted.
+    plan: which keys each row may see, and rope.
+    scales: the factor of each loss by its name, 1 / (its count in the whole step); 1 where a name is missing.
+    """
+
+    tokens: Tensor
+    labels: Tensor | None
+    plan: AttentionPlan
+    scales: dict[str, float] = field(default_factory=dict)
+
+    def scale(self, loss: str) -> float:
+        return self.scales.get(loss, 1.0)

@@ -1,0 +1,99 @@
+"""Bytes that the ranks of a plan send to each other in a step, and the seconds that this takes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+
+import torch
+
+from megatron_glm.model.glm import carry_fields
+from megatron_glm.planner.plan import FP32, Plan, distinct_owners
+
+# Bytes a second that a GPU sends, taken for every plan: inside a node over NVLink, and over a 400 Gbit/s adapter of its
+# own between nodes.
+NODE_RATE, NETWORK_RATE = 400e9, 50e9
+
+
+def traffic(plan: Plan) -> list[tuple[str, str, float, float]]:
+    """(axis, what, bytes inside a node, bytes between nodes) that a rank sends in a step, the busiest rank's."""
+    by_rank = [rank_traffic(plan, rank) for rank in range(plan.grid.pp)]
+    rows = []
+    for axis, what in dict.fromkeys(key for rank in by_rank for key in rank):
+        total = max(rank[axis, what] for rank in by_rank)
+        inside = _inside(plan, axis)
+        rows.append((axis, what, total * inside, total * (1 - inside)))
+    return rows
+
+
+def transfer_seconds(plan: Plan) -> float:
+    """Seconds of a step that the busiest rank sends at `NODE_RATE` and `NETWORK_RATE`, hidden or not."""
+    return sum(inside / NODE_RATE + between / NETWORK_RATE for _, _, inside, between in traffic(plan))
+
+
+def _inside(plan: Plan, axis: str) -> float:
+    """Share of a rank's peers in the group `axis` that are in its node."""
+    ranks = plan.grid.groups(axis)[0]
+    near = sum(rank // plan.gpus_per_node == ranks[0] // plan.gpus_per_node for rank in ranks)
+    return (near - 1) / (len(ranks) - 1)
+
+
+def rank_traffic(plan: Plan, pp_rank: int) -> Counter:
+    """Bytes by (axis, what): ring all-gathers and reduce-scatters move (n - 1) / n of the whole.
+
+    A backward repeats its forward's traffic the other way, and recomputation the forward's; index keys and
+    selections, which have no gradient, are counted with the rest.
+    """
+    grid, model, s, found = plan.grid, plan.config.model, plan.shapes, Counter()
+    parallel, count = plan.config.parallel, plan.schedule.micro_batches
+    passes = count * (2 if parallel.recompute_granularity == "none" else 3)
+    for unit in plan.rank_units(pp_rank):
+        axis, size = ("edp", grid.edp) if unit.expert else ("dp_cp", grid.dp * grid.cp)
+        if size > 1 and unit.runs:
+            reshard = parallel.reshard_experts_after_forward if unit.expert else parallel.reshard_after_forward
+            reductions = 1 if parallel.grad_sync == "last" else count
+            share = (size - 1) / size
+            again = count * (not unit.vocabulary)  # for the backward
+            gathers = count + again if reshard else reductions  # what stays gathered does until it is reduced
+            found[axis, "gathered weights"] += share * unit.elements * s.b * gathers
+            found[axis, "reduced gradients"] += share * unit.trained_elements * FP32 * reductions
+    for stage in plan.layout.of_rank(pp_rank):
+        for layer in stage.layers:
+            found.update({key: passes * value for key, value in _layer_traffic(plan, layer).items()})
+    if grid.pp > 1:
+        dtype = torch.bfloat16 if s.b == 2 else torch.float32
+        fields = carry_fields(model, plan.layout.stages, s.shard, s.pack, dtype)
+        for stage, field in itertools.product(plan.layout.placement.stages[pp_rank], fields):
+            outputs = field.stages[stage + 1 : stage + 2]  # () after the last stage
+            times = sum(outputs) + (field.differentiable and field.stages[stage])  # and the input's gradient back
+            size = math.prod(field.shape) * field.dtype.itemsize
+            found["pp", "hidden states, selections"] += count * times * size
+    return found
+
+
+def _layer_traffic(plan: Plan, layer: int) -> dict[tuple[str, str], float]:
+    """Bytes of one forward of one layer over the groups tp, tp_cp and ep."""
+    grid, model, s, found = plan.grid, plan.config.model, plan.shapes, {}
+    both = grid.tp * grid.cp
+    if both > 1:
+        index_key = model.index_head_dim if model.has_indexer(layer) else 0
+        row = (model.kv_lora_rank + model.qk_rope_head_dim + index_key) * s.b
+        found["tp_cp", "latents, index keys"] = (both - 1) / both * s.pack * row
+    if grid.tp > 1:  # q_a gathered; attention scattered; MLP gathered and scattered; selections gathered
+        row = (model.q_lora_rank + 3 * model.hidden_size) * s.b + 4 * s.slots * model.has_indexer(layer)
+        found["tp", "sequence shards"] = (grid.tp - 1) / grid.tp * s.tokens * row
+    if grid.ep > 1 and model.is_moe(layer):
+        there = model.hidden_size * s.b + 8 * model.num_experts_per_tok
+        tokens = s.shard * distinct_owners(model, grid.ep) * (grid.ep - 1) / grid.ep
+        if plan.config.parallel.moe_token_dispatcher_type == "allgather":
+            tokens = s.shard * (grid.ep - 1)
+        found["ep", "tokens to experts and back"] = tokens * (there + model.hidden_size * s.b)
+        if plan.config.parallel.moe_token_dispatcher_type == "hybrid":
+            del found["ep", "tokens to experts and back"]
+            for axis, size in (("ep_inter", grid.inter), ("ep_node", grid.node)):
+                owners = distinct_owners(model, grid.inter if axis == "ep_inter" else grid.ep)
+                if size > 1:
+                    moved = s.shard * owners * (size - 1) / size
+                    found[axis, "tokens to experts and back"] = moved * (there + model.hidden_size * s.b)
+    return found

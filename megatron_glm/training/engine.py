@@ -1,0 +1,96 @@
+"""The engine: this rank's chunks, and what runs micro-batches through them and through the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_glm.config import RunConfig
+from megatron_glm.data.packing import IGNORE, PackedBatch
+from megatron_glm.model.glm import GLMChunk, carry_fields
+from megatron_glm.model.micro_batch import MicroBatch
+from megatron_glm.model.plan import AttentionPlan, has_sparse_rows
+from megatron_glm.ops.upload import upload
+from megatron_glm.parallel.fsdp import gather_ahead, record_change, set_gradient_sync
+from megatron_glm.parallel.groups import ParallelGroups
+from megatron_glm.parallel.pipeline.carry import Carry, CarryField
+from megatron_glm.parallel.pipeline.p2p import GroupTransport
+from megatron_glm.parallel.pipeline.runner import Losses, Runner
+from megatron_glm.parallel.pipeline.schedule import build_schedule
+from megatron_glm.training.initialize import current_device, pipeline_layout
+
+LM = "lm"  # the cross entropy of the next token
+# The losses of a step, each with what a pack adds to its count: a loss is a sum divided by its count in the whole step.
+LOSSES = {LM: lambda batch: batch.loss_tokens}
+
+
+class Engine:
+    """Runs forwards and backwards of the chunks that `build_chunks` has made for this rank."""
+
+    def __init__(self, config: RunConfig, groups: ParallelGroups, chunks: Sequence[GLMChunk]) -> None:
+        self.config, self.groups, self.chunks = config, groups, chunks
+        self.device = current_device()
+        self._layout = pipeline_layout(config, groups.dp.size())
+        self._transport = GroupTransport(groups)
+
+    def forward_backward(self, batches: Sequence[PackedBatch], counts: dict[str, int]) -> list[Losses]:
+        """Losses and gradients of this rank's micro-batches; gradients accumulate in the parameters.
+
+        Args:
+            counts: what each loss is divided by, over all ranks and micro-batches of the step; 0 counts as 1.
+        Returns:
+            the losses of this rank's stages by name, one dict a micro-batch: fp32 scalars, divided by their counts.
+        """
+        sync = self.config.parallel.grad_sync == "every"
+        for chunk in self.chunks:
+            set_gradient_sync(chunk, sync=sync, last=False)
+        return self._run(batches, {name: 1 / max(count, 1) for name, count in counts.items()}, training=True)
+
+    def evaluate(self, batches: Sequence[PackedBatch]) -> list[Losses]:
+        """The same without gradients, and as plain sums."""
+        return self._run(batches, {}, training=False)
+
+    def _run(self, batches: Sequence[PackedBatch], scales: dict[str, float], training: bool) -> list[Losses]:
+        config, layout = self.config, self._layout
+        group_size = config.parallel.microbatch_group_size_per_vp_stage
+        schedule = build_schedule(layout.pp, layout.chunks, len(batches), group_size, not training)
+        changed = record_change()
+        inputs: dict[int, MicroBatch] = {}  # of the micro-batches that are between this rank's first and last chunk
+
+        def forward(chunk: int, i: int, carry: Carry) -> tuple[Carry, Losses]:
+            if i not in inputs:
+                inputs[i] = self._micro_batch(batches[i], scales)
+            batch = inputs[i]
+            if chunk == len(self.chunks) - 1:
+                del inputs[i]
+            gather_ahead(self.chunks[chunk], changed)
+            return self.chunks[chunk](batch, carry)
+
+        runner = Runner(
+            schedule, self.groups.pp.rank(), self._transport, self._fields(len(batches[0].tokens)), self.device
+        )
+        sparse = [has_sparse_rows(config.model, batch.doc_lengths, config.dense_rows) for batch in batches]
+        return runner.run(forward, lambda chunk: set_gradient_sync(self.chunks[chunk], sync=True, last=True), sparse)
+
+    def _fields(self, total: int) -> tuple[CarryField, ...]:
+        """What crosses between stages, for packs of `total` tokens."""
+        rows = total // (self.groups.cp.size() * self.groups.tp.size())
+        dtype = torch.bfloat16 if self.config.train.bf16 else torch.float32
+        return carry_fields(self.config.model, self._layout.stages, rows, total, dtype)
+
+    def _micro_batch(self, batch: PackedBatch, scales: dict[str, float]) -> MicroBatch:
+        groups = self.groups
+        plan = AttentionPlan.build(
+            self.config.model,
+            batch.doc_lengths,
+            len(batch.tokens),
+            cp_rank=groups.cp.rank(),
+            cp_size=groups.cp.size(),
+            tp_rank=groups.tp.rank(),
+            tp_size=groups.tp.size(),
+            dense_rows=self.config.dense_rows,
+            device=self.device,
+        )
+        labels = batch.labels.masked_fill(~batch.loss_mask, IGNORE)
+        return MicroBatch(upload(batch.tokens, self.device), upload(labels, self.device), plan, scales)
