@@ -44,6 +44,7 @@ def rehearse(ranks: int, rank: int) -> str:
 
     from megatron_glm.config import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
     from megatron_glm.parallel import groups as groups_of
+    from megatron_glm.parallel.pipeline.layout import check_layout
     from megatron_glm.parallel.rendezvous import files_of_start
     from megatron_glm.training import initialize
 
