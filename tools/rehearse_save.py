@@ -21,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from megatron_glm.training.planning import Plan  # noqa: E402
 
 from megatron_glm.checkpoint import index, merge, sharded  # noqa: E402
 from megatron_glm.checkpoint.chunks import ChunkTable, chunks_of  # noqa: E402
@@ -32,6 +31,7 @@ from megatron_glm.parallel.fsdp import shard_dim  # noqa: E402
 from megatron_glm.parallel.grid import GROUP_AXES  # noqa: E402
 from megatron_glm.parallel.groups import ParallelGroups  # noqa: E402
 from megatron_glm.parallel.shard import Rectangle  # noqa: E402
+from megatron_glm.planner.plan import Plan  # noqa: E402
 from megatron_glm.training.optimizer import MOMENTS  # noqa: E402
 
 FLAGS = """--hf-config glm5.2 --bf16 --attention-backend torch --recompute-granularity full --context-parallel-size 8

@@ -39,9 +39,8 @@ def described(rectangles) -> set[tuple]:
 
 def pieces() -> tuple[set[tuple], set[tuple]]:
     """(of the real modules of this rank, of the rehearsal)."""
-    from megatron_glm.training.planning import Plan
-
     from megatron_glm.parallel.groups import ParallelGroups
+    from megatron_glm.planner.plan import Plan
     from megatron_glm.training.checkpointing import model_rectangles, optimizer_rectangles
     from megatron_glm.training.initialize import build_chunks
     from megatron_glm.training.optimizer import build_optimizer

@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from megatron_glm.training.planning import GIB, Plan
 
 from megatron_glm.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig, TrainConfig, iterations
+from megatron_glm.planner.plan import GIB, Plan
 from megatron_glm.training import checkpointing, host_copy, plan_report
 from megatron_glm.training.initialize import build_chunks
 from megatron_glm.training.optimizer import build_optimizer
