@@ -81,10 +81,8 @@ def refuse_unserved(raw: dict[str, Any], fields: set[str], path: Path) -> None:
     for name in (name for name in raw if name in served):
         _require_served(name, raw[name], served[name], path)
     if unknown := [name for name in raw if name not in fields.union(READ, NEUTRAL, served)]:
-        first, others = (
-            f"{unknown[0]} is {shortened(raw[unknown[0]])}",
-            "".join(f", nor {name}" for name in unknown[1:]),
-        )
+        first = f"{unknown[0]} is {shortened(raw[unknown[0]])}"
+        others = "".join(f", nor {name}" for name in unknown[1:])
         remedy = "remove it (or make it null) if it does not change the model"
         raise ValueError(f"{path}: {first}: this trainer does not know that key{others}: {remedy}")
     _require_equal(raw, "num_key_value_heads", "num_attention_heads", raw.get("num_attention_heads"), path)

@@ -72,7 +72,7 @@ def test_only_the_rows_of_a_rank_are_read(tmp_path: Path, monkeypatch: pytest.Mo
         ({"load_hf": "hf", "load": "converted"}, 2, "--load converted and --load-hf hf both set the weights"),
         ({"load_hf": "hf", "hf_config": "glm5.2"}, 2, "--load-hf hf is of another model: its vocab_size is 64"),
         ({"load_hf": "hf", "num_experts": 16}, 2, "--num-experts 16 with a checkpoint of n_routed_experts 8 (--load-"),
-        ({"load_hf": "hf", "mtp_num_layers": 3}, 2, "hf holds 1 MTP layers, the model has 3: give --mtp-num-layers 1"),
+        ({"load_hf": "hf", "mtp_num_layers": 3}, 2, "--mtp-num-layers 3 with a checkpoint of 1 MTP layers (--load-hf"),
     ],
 )
 def test_errors(tmp_path: Path, flags: dict, code: int, message: str, capfd, monkeypatch: pytest.MonkeyPatch):
