@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron_glm.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig, TrainConfig, iterations
+from megatron_glm.planner import report as plan_report
 from megatron_glm.planner.plan import GIB, Plan
-from megatron_glm.training import checkpointing, host_copy, plan_report
+from megatron_glm.training import checkpointing, host_copy
 from megatron_glm.training.initialize import build_chunks
 from megatron_glm.training.optimizer import build_optimizer
 from tests.finetune import finetune, write_rows
