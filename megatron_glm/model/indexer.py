@@ -10,9 +10,9 @@ from megatron_glm.config.model import ModelConfig
 from megatron_glm.model.norm import LayerNorm
 from megatron_glm.model.plan import AttentionPlan
 from megatron_glm.ops.indexer import index_topk
-from megatron_glm.ops.latent import count, put_rows
 from megatron_glm.ops.rope import rotate_
 from megatron_glm.ops.routing import linear_in_fp32
+from megatron_glm.ops.rows import put_rows, row_count
 from megatron_glm.parallel.collectives import gather_pack, gather_values
 from megatron_glm.parallel.linear import ReplicatedLinear
 
@@ -52,7 +52,7 @@ class Indexer(nn.Module):
         weight = self._head_weights(x[rows])
         ranges = plan.sparse.start, plan.sparse.end
         selected = index_topk(query, key, weight, *ranges, plan.slots, self.backend, plan.sparse.segments)
-        if count(rows) < x.shape[0]:
+        if row_count(rows) < x.shape[0]:
             part, selected = selected, selected.new_full((x.shape[0], plan.slots), -1)
             put_rows(selected, rows, part)
         return gather_values(selected, self.tp)

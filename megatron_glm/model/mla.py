@@ -14,8 +14,8 @@ from megatron_glm.model.indexer import Indexer
 from megatron_glm.model.norm import RMSNorm
 from megatron_glm.model.plan import AttentionPlan
 from megatron_glm.ops.dense_mla import dense_mla
-from megatron_glm.ops.kept import decided_once, kept_products
 from megatron_glm.ops.latent import expanded_keys, outputs, queries
+from megatron_glm.ops.recompute import keep_choice, keep_products
 from megatron_glm.ops.rope import apply_rope
 from megatron_glm.ops.sparse_mla import sparse_mla
 from megatron_glm.parallel.collectives import gather_pack, gather_rows
@@ -60,19 +60,19 @@ class MLA(nn.Module):
         """
         alone = self.groups.cp.size() > 1 and self.groups.tp.size() == 1  # q communicates under TP
         kv = beside(alone, lambda x: self._latents(x, plan), x)
-        with kept_products():
+        with keep_products():
             qr = self.q_a_proj(x)
         qr = self.q_a_layernorm(qr)
         if self.indexer is not None and plan.sparse is not None:
-            topk = decided_once(lambda: self.indexer(x, qr, plan))
+            topk = keep_choice(lambda: self.indexer(x, qr, plan))
         q = self.q_b_proj(gather_rows(qr, self.groups.tp)).view(-1, self.heads, self.nope + self.rope)
         out = self.attend(q, kv(), topk, plan).flatten(1)
-        with kept_products():
+        with keep_products():
             return self.o_proj(out), topk
 
     def _latents(self, x: Tensor, plan: AttentionPlan) -> Tensor:
         """Keys of the whole pack, `[c | k_rope]` [T, C+R] in pack order."""
-        with kept_products():
+        with keep_products():
             kv = self.kv_a_proj_with_mqa(x)
         c, k_rope = kv.split((self.latent, self.rope), dim=-1)
         kv = torch.cat((self.kv_a_layernorm(c), apply_rope(k_rope, *plan.shard_rope)), dim=-1)

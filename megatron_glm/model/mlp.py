@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatron_glm.ops.kept import kept_products
+from megatron_glm.ops.recompute import keep_products
 from megatron_glm.ops.swiglu import swiglu
 from megatron_glm.parallel.collectives import gather_rows
 from megatron_glm.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -23,6 +23,6 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = gather_rows(x, self.tp)
-        with kept_products():
+        with keep_products():
             gate, up = self.gate_proj(x), self.up_proj(x)
         return self.down_proj(swiglu(gate, up))

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron_glm.config.model import ModelConfig
 from megatron_glm.ops.indexer import key_segments
-from megatron_glm.ops.latent import Forms, Rows
 from megatron_glm.ops.rope import rope_tables
+from megatron_glm.ops.rows import FormRows, Rows
 from megatron_glm.ops.upload import upload
 from megatron_glm.parallel.collectives import PackOrder
 from megatron_glm.parallel.context import pack_order, zigzag_ranges, zigzag_rows
@@ -63,7 +63,7 @@ class AttentionPlan:
         return cos[self.shard], sin[self.shard]
 
     @property
-    def rows(self) -> Forms:
+    def rows(self) -> FormRows:
         """The local rows that attend to expanded keys and those that attend absorbed."""
         return self.dense and self.dense.rows, self.sparse and self.sparse.rows
 

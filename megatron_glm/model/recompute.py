@@ -16,14 +16,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_glm.model.layer import LayerOutput
-from megatron_glm.ops.kept import Kept
+from megatron_glm.ops.recompute import RecomputeCache
 
 
 def run_layer(granularity: str, layer: nn.Module, *args) -> LayerOutput:
-    """Run a layer; "none" keeps everything, "full" its input and the selections, "selective" also dear products."""
+    """Run a layer; "none" keeps everything, "full" its input and selections, "selective" also what is expensive."""
     if granularity == "none" or not torch.is_grad_enabled():
         return layer(*args)
-    kept = Kept(products=granularity == "selective")
+    kept = RecomputeCache(products=granularity == "selective")
     return checkpoint(
         layer,
         *args,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_glm.config.model import ModelConfig
-from megatron_glm.ops.kept import decided_once
+from megatron_glm.ops.recompute import keep_choice
 from megatron_glm.ops.routing import expert_weights, linear_in_fp32, select_experts
 from megatron_glm.parallel.collectives import sum_over
 from megatron_glm.parallel.groups import ParallelGroups
@@ -42,7 +42,7 @@ class Router(nn.Module):
         logits = linear_in_fp32(x, self.weight)
         choice = torch.sigmoid(logits.detach()) + self.e_score_correction_bias
         limits = config.num_experts_per_tok, config.n_group, config.topk_group
-        ids = decided_once(lambda: select_experts(choice, *limits))
+        ids = keep_choice(lambda: select_experts(choice, *limits))
         weights = expert_weights(x, self.weight, logits, ids, config.norm_topk_prob, config.routed_scaling_factor)
         if valid is not None:
             ids = ids.masked_fill(~valid.unsqueeze(1), -1)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron_glm.ops.kept import product_once
+from megatron_glm.ops.recompute import keep_product
 
 
 def dense_mla(
@@ -32,7 +32,7 @@ def dense_mla(
 class _DenseMLA(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, segments: list[int], scale: float, backend: str):
-        out, lse = product_once(lambda: BACKENDS[backend][0](q, k, v, segments, scale))
+        out, lse = keep_product(lambda: BACKENDS[backend][0](q, k, v, segments, scale))
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_glm.ops.kept import kept_products
+from megatron_glm.ops.recompute import keep_products
 from megatron_glm.ops.swiglu import weighted_swiglu, weighted_swiglu_backward, weighted_swiglu_torch
 
 
@@ -66,7 +66,7 @@ class _Down(torch.autograd.Function):
 
 def _grouped(rows: Tensor, row_weights: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     ends = counts.cumsum(0).to(torch.int32)
-    with kept_products():
+    with keep_products():
         product = F.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends)
     grads: list[Tensor] = []  # where _Down's backward leaves the output's gradient
     product = _Keep.apply(product, row_weights, down, ends, grads)
@@ -80,7 +80,7 @@ def _reference(rows: Tensor, row_weights: Tensor, counts: Tensor, gate_up: Tenso
     *weights, _ = row_weights.split(sizes)
     # Empty experts run too, so that every weight has a gradient (zero) on every rank and no rank skips its reduction.
     # unbind, because the backward of weight[e] would be one zero tensor of all experts for each expert.
-    with kept_products():
+    with keep_products():
         products = [F.linear(group, w_in) for group, w_in in zip(groups, gate_up.unbind(), strict=True)]
     outputs = [
         F.linear(weighted_swiglu_torch(product, weight), w_out)

@@ -16,27 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_glm.ops.rope import apply_rope
-
-Rows = slice | Tensor  # rows that rise: one run of them, or int64 [n] on the device
-Forms = tuple[Rows | None, Rows | None]  # the rows of the expanded and of the absorbed form; None = it is not used
-
-
-def count(rows: Rows | None) -> int:
-    if rows is None:
-        return 0
-    return rows.stop - rows.start if isinstance(rows, slice) else rows.numel()
-
-
-def put_rows(target: Tensor, rows: Rows, values: Tensor) -> None:
-    """target[rows] = values, outside autograd."""
-    if isinstance(rows, slice):
-        target[rows].copy_(values)
-    else:
-        target.index_copy_(0, rows, values)
+from megatron_glm.ops.rows import FormRows, Rows, row_count
 
 
 def queries(
-    q: Tensor, rope: tuple[Tensor, Tensor], rows: Forms, to_key: Tensor | None
+    q: Tensor, rope: tuple[Tensor, Tensor], rows: FormRows, to_key: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Queries of the rows of each form.
 
@@ -76,14 +60,14 @@ def expanded_keys(kv: Tensor, weight: Tensor, rows: Rows, heads: int, nope: int)
 
 
 def outputs(
-    total: int, rows: Forms, expanded: Tensor | None, absorbed: Tensor | None, to_value: Tensor | None
+    total: int, rows: FormRows, expanded: Tensor | None, absorbed: Tensor | None, to_value: Tensor | None
 ) -> Tensor:
     """[total, h, V] of all rows from the outputs of each form; zero in rows of neither.
 
     Args:
         expanded: [n, h, V]; absorbed: [m, h, C], still in the latent space.
     """
-    if absorbed is None and count(rows[0]) == total:
+    if absorbed is None and row_count(rows[0]) == total:
         return expanded
     if _fused(expanded if absorbed is None else absorbed):
         from megatron_glm.ops.triton import latent
@@ -92,7 +76,7 @@ def outputs(
     parts = [] if expanded is None else [(rows[0], expanded)]
     if absorbed is not None:
         parts.append((rows[1], torch.einsum("thc,hvc->thv", absorbed, to_value)))
-    if len(parts) == 1 and count(parts[0][0]) == total:
+    if len(parts) == 1 and row_count(parts[0][0]) == total:
         return parts[0][1]
     out = parts[0][1].new_zeros(total, *parts[0][1].shape[1:])
     for at, values in parts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_glm.ops.kept import product_once
+from megatron_glm.ops.recompute import keep_product
 
 GATHER_ELEMENTS = 1 << 24  # fp32 elements of the gathered keys of the torch reference: 64 MiB
 PART_BYTES = 9 << 28  # of the ordered backward's parts of dKV: 1024 queries of 2048 slots and 64 heads
@@ -37,7 +37,7 @@ def sparse_mla(
 class _SparseMLA(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, kv: Tensor, idx: Tensor, length: Tensor, v_dim: int, scale: float, backend: str):
-        out, lse = product_once(lambda: BACKENDS[backend][0](q, kv, idx, length, v_dim, scale))
+        out, lse = keep_product(lambda: BACKENDS[backend][0](q, kv, idx, length, v_dim, scale))
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, kv, out, lse, idx, length)

@@ -19,16 +19,23 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_glm.config import ParallelConfig
+from megatron_glm.ops.grad_sum import GradSum
 from megatron_glm.parallel.groups import ParallelGroups
-from megatron_glm.parallel.masters import WholeWeights, keep_totals
 from megatron_glm.parallel.shard import Rectangle, ShardInfo
+from megatron_glm.parallel.whole_weights import WholeWeights
 from megatron_glm.torch_private import private
 
-flatten, unflatten, shape_and_offset = private(
+FSDP = "torch.distributed.fsdp._fully_shard"
+flatten, unflatten, shape_and_offset, *_ = private(
     __name__,
     "torch._utils._flatten_dense_tensors",
     "torch._utils._unflatten_dense_tensors",
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
+    "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
+    f"{FSDP}._fsdp_state.FSDPState._fsdp_param_group",
+    f"{FSDP}._fsdp_param_group.FSDPParamGroup.fsdp_params",
+    f"{FSDP}._fsdp_param.FSDPParam._unsharded_param",
+    f"{FSDP}._fsdp_param.FSDPParam.unsharded_accumulated_grad",
 )
 
 
@@ -60,7 +67,7 @@ def shard_chunk(chunk: nn.Module, groups: ParallelGroups, parallel: ParallelConf
             )
             module.stays_gathered = not reshard
             if not experts:
-                module.register_forward_pre_hook(lambda module, _: keep_totals(module))  # after the one that gathers
+                module.register_forward_pre_hook(lambda module, _: attach_grad_sums(module))  # once it is gathered
         elif bf16:
             WholeWeights(module, taken, torch.bfloat16, keep=not reshard, narrow=experts)
         if whole:
@@ -178,3 +185,23 @@ def rectangle(name: str, tensor: Tensor, info: ShardInfo) -> Rectangle:
         offsets[0] = min(offsets[0], info.global_shape[0])
     owner = all(group.rank() == 0 for group in info.replica_groups)
     return Rectangle(name, info.global_shape, tuple(offsets), data, owner)
+
+
+def attach_grad_sums(module: FSDPModule) -> None:
+    """Before a forward of a module that FSDP2 has gathered: its weights get the sums that FSDP2 will reduce.
+
+    FSDP2 itself would make each gradient in the weight's dtype, and add it to its fp32 sum in another pass. It reduces
+    gradients of one dtype only, so those that do not come from `linear` are summed in fp32 here, too.
+    """
+    group = module._get_fsdp_state()._fsdp_param_group
+    for state in [] if group is None else group.fsdp_params:
+        weight = state._unsharded_param
+        if weight.requires_grad and not hasattr(weight, "grad_sum"):
+            weight.grad_sum = GradSum(weight, state, "unsharded_accumulated_grad")
+            weight.register_post_accumulate_grad_hook(_move_to_grad_sum)
+
+
+def _move_to_grad_sum(weight: nn.Parameter) -> None:
+    if weight.grad is not None:  # `linear` has none for autograd
+        weight.grad_sum.add(weight.grad)
+        weight.grad = None

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatron_glm.ops.grad_sum import linear
 from megatron_glm.parallel.collectives import scatter_sum_rows
-from megatron_glm.parallel.masters import linear
 from megatron_glm.parallel.shard import ShardInfo
 
 

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatron_glm.ops.cross_entropy import logit_gradient, row_statistics
+from megatron_glm.ops.grad_sum import GradSum, add_product, embedding, grad_sum_of
 from megatron_glm.parallel.collectives import gather_rows, scatter_sum_rows, sum_over
-from megatron_glm.parallel.masters import Total, add_product, embedding, total_of
 from megatron_glm.parallel.shard import ShardInfo
 from megatron_glm.torch_private import private
 
@@ -65,7 +66,7 @@ class VocabParallelHead(VocabParallel):
             fp32 scalar, the same on every TP rank.
         """
         # Detached where no gradient is wanted: a Function is told that a parameter needs one even under no_grad.
-        total = total_of(self.weight)
+        total = grad_sum_of(self.weight)
         weight = self.weight if torch.is_grad_enabled() and total is None else self.weight.detach()
         parameter = None if total is None else total.parameter
         hidden = gather_rows(hidden, self.tp)
@@ -93,7 +94,7 @@ class _CrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         parameter: nn.Parameter | None,
-        total: Total | None,
+        total: GradSum | None,
         labels: Tensor,
         head: VocabParallelHead,
         chunk_size: int,
@@ -140,29 +141,3 @@ def _chunk(head: VocabParallelHead, weight: Tensor, hidden: Tensor, labels: Tens
         target = sum_over(target, head.tp)
     loss = (lse - target).masked_fill(~counted, 0.0).sum() * scale
     return loss, logit_gradient(logits, column, counted, lse, head.valid, scale)
-
-
-def row_statistics(logits: Tensor, column: Tensor, valid: int) -> tuple[Tensor, Tensor]:
-    """logits [n, v], column [n] int64 (-1 = none) -> log of the sum of exp over the first `valid` columns, and the
-    logit at the column or 0: fp32 [n] each."""
-    if logits.is_cuda:
-        from megatron_glm.parallel import kernels  # needs Triton, which a CPU-only torch has not
-
-        return kernels.row_statistics(logits, column, valid)
-    target = logits.gather(1, column.clamp(min=0).unsqueeze(1)).squeeze(1).float()
-    return logits[:, :valid].float().logsumexp(dim=1), target.masked_fill(column < 0, 0.0)
-
-
-def logit_gradient(logits: Tensor, column: Tensor, counted: Tensor, lse: Tensor, valid: int, scale: float) -> Tensor:
-    """scale * (softmax - one at the column) [n, v], zero in rows that do not count and columns from `valid` on.
-
-    On CUDA it takes the place of the logits.
-    """
-    if logits.is_cuda:
-        from megatron_glm.parallel import kernels
-
-        return kernels.logit_gradient(logits, column, counted, lse, valid, scale)
-    gradient = logits.float().sub_(lse.unsqueeze(1)).exp_()
-    gradient[:, valid:] = 0.0
-    gradient.scatter_add_(1, column.clamp(min=0).unsqueeze(1), -(column >= 0).float().unsqueeze(1))
-    return gradient.mul_(scale).masked_fill_(~counted.unsqueeze(1), 0.0).to(logits.dtype)

@@ -62,7 +62,7 @@ def _selection(model: ModelConfig, layer: int, s: Shapes) -> int:
 
 
 def _products(model: ModelConfig, layer: int, s: Shapes) -> int:
-    """What selective recomputation keeps beside full: the results of the products marked with `kept_products`."""
+    """What selective recomputation keeps beside full: the results of the products marked with `keep_products`."""
     latents = s.shard * (model.q_lora_rank + model.kv_lora_rank + model.qk_rope_head_dim) * s.b
     kept = _outputs(model, s) + latents + s.tokens * model.hidden_size * s.b  # o_proj's, before the sum over TP ranks
     if not model.is_moe(layer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from tqdm import tqdm
@@ -14,11 +14,15 @@ from megatron_glm.config import LoggingConfig
 from megatron_glm.launch import is_first_rank
 from megatron_glm.training.statistics import peak_memory_bytes
 
-if TYPE_CHECKING:
-    from megatron_glm.training.sinks import Sink
-
-
 BAR = "{desc} {n_fmt}/{total_fmt} |{bar:8}| {elapsed}<{remaining}{postfix}"  # fits 80 columns
+
+
+class Sink(Protocol):
+    """Takes the record of every iteration, in order; a value is a number, a string, None, or a dict of numbers."""
+
+    def write(self, record: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def log(message: str) -> None:

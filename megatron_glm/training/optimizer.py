@@ -14,8 +14,8 @@ from torch.distributed import ProcessGroup
 
 from megatron_glm.config import OptimizerConfig
 from megatron_glm.parallel.fsdp import local
-from megatron_glm.parallel.masters import held_copy
 from megatron_glm.parallel.shard import ShardInfo
+from megatron_glm.parallel.whole_weights import held_copy
 from megatron_glm.torch_private import private
 
 foreach_mul_, foreach_add_, foreach_norm = private(

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import torch
 
@@ -16,14 +16,7 @@ from megatron_glm.checkpoint import sharded
 from megatron_glm.config import LoggingConfig, RunConfig
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.training.checkpointing import Progress
-
-
-class Sink(Protocol):
-    """Takes the record of every iteration, in order; a value is a number, a string, None, or a dict of numbers."""
-
-    def write(self, record: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
+from megatron_glm.training.logging import Sink
 
 
 def require_packages(logging: LoggingConfig) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from megatron_glm.ops import backends, dense_mla, indexer, sparse_mla
 from megatron_glm.ops.experts import grouped_mlp
-from megatron_glm.parallel.dispatch.permute import RowMap, permute, unpermute
+from megatron_glm.ops.permute import RowMap, permute, unpermute
 
 ROWS, KEYS, HEADS, SLOTS = 70, 300, 8, 256
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_glm.ops.experts import grouped_mlp
-from megatron_glm.parallel.dispatch.permute import RowMap, permute, unpermute
+from megatron_glm.ops.permute import RowMap, permute, unpermute
 
 pytestmark = pytest.mark.gpu
 NAN = float("nan")

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_glm.config import OptimizerConfig
+from megatron_glm.ops.grad_sum import embedding, linear
 from megatron_glm.parallel.linear import replicated
-from megatron_glm.parallel.masters import WholeWeights, embedding, held_copy, linear
 from megatron_glm.parallel.vocab import VocabParallelHead
+from megatron_glm.parallel.whole_weights import WholeWeights, held_copy
 from megatron_glm.training.optimizer import build_optimizer
 from tests.reference import single_groups
 

@@ -13,9 +13,9 @@ from megatron_glm.model.moe import MoE
 from megatron_glm.model.recompute import run_layer
 from megatron_glm.ops import experts
 from megatron_glm.ops.experts import grouped_mlp
+from megatron_glm.ops.permute import RowMap, permute, unpermute
 from megatron_glm.parallel.dispatch import make_dispatcher
 from megatron_glm.parallel.dispatch.local import LocalDispatcher
-from megatron_glm.parallel.dispatch.permute import RowMap, permute, unpermute
 from tests.reference import single_groups, small_config
 
 E, K, D, HIDDEN = 6, 3, 8, 5

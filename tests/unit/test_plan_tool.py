@@ -17,7 +17,7 @@ from megatron_glm.config.flags import build_parser
 from megatron_glm.model import moe, recompute
 from megatron_glm.model.norm import RMSNorm
 from megatron_glm.model.plan import AttentionPlan
-from megatron_glm.ops.kept import Kept
+from megatron_glm.ops.recompute import RecomputeCache
 from megatron_glm.ops.sparse_mla import PART_BYTES
 from megatron_glm.planner import report as plan_report
 from megatron_glm.planner.activations import Shapes, layer_activations, layer_kept
@@ -257,7 +257,7 @@ def test_the_activations_of_a_layer_are_what_autograd_keeps(dense, monkeypatch):
 @pytest.mark.parametrize("granularity", ["full", "selective"])
 def test_what_recomputation_keeps_is_exact(dense, granularity, monkeypatch):
     made = []
-    monkeypatch.setattr(recompute, "Kept", lambda **how: made.append(Kept(**how)) or made[-1])
+    monkeypatch.setattr(recompute, "RecomputeCache", lambda **how: made.append(RecomputeCache(**how)) or made[-1])
     tiny, shapes = one_layer(dense)
     chunk = single_chunk(tiny, granularity)
     with torch.no_grad():

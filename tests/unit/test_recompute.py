@@ -12,7 +12,7 @@ from megatron_glm.model import indexer as model_indexer
 from megatron_glm.model import router
 from megatron_glm.model.plan import AttentionPlan
 from megatron_glm.ops import dense_mla, sparse_mla
-from megatron_glm.ops.kept import Kept, decided_once, kept_products
+from megatron_glm.ops.recompute import RecomputeCache, keep_choice, keep_products
 from tests.reference import forward, single_chunk, small_config
 
 TOKENS = 24
@@ -119,17 +119,17 @@ def test_selective_runs_nothing_dear_again(case):
 
 
 def test_a_kept_result_that_was_changed_is_an_error():
-    kept = Kept(products=True)
-    with kept.running(second=False), kept_products():
+    kept = RecomputeCache(products=True)
+    with kept.running(second=False), keep_products():
         torch.ones(2, 2).mm(torch.ones(2, 2)).add_(1)
-    with kept.running(second=True), kept_products(), pytest.raises(RuntimeError, match="changed in place"):
+    with kept.running(second=True), keep_products(), pytest.raises(RuntimeError, match="changed in place"):
         torch.ones(2, 2).mm(torch.ones(2, 2))
 
 
 def test_marks_do_nothing_outside_a_recomputed_layer_and_products_are_not_kept_by_full():
     calls = []
-    assert decided_once(lambda: calls.append(1) or 5) == 5 and calls == [1]
-    kept = Kept(products=False)
-    with kept.running(second=False), kept_products():
+    assert keep_choice(lambda: calls.append(1) or 5) == 5 and calls == [1]
+    kept = RecomputeCache(products=False)
+    with kept.running(second=False), keep_products():
         torch.ones(2, 2).mm(torch.ones(2, 2))
     assert not kept.results

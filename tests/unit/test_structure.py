@@ -16,8 +16,8 @@ SOURCES += sorted(ROOT.glob("*.py"))
 CONFIG = {"config"}
 ALLOWED = {
     "config": CONFIG,
-    "parallel": CONFIG | {"parallel"},
     "ops": CONFIG | {"ops"},
+    "parallel": CONFIG | {"ops", "parallel"},
     "data": CONFIG | {"data"},
     "model": CONFIG | {"parallel", "ops", "model"},
     "checkpoint": CONFIG | {"parallel", "ops", "model", "checkpoint"},
@@ -80,7 +80,7 @@ def test_imports_go_one_way(path: Path):
     "name, source",
     [
         ("megatron_glm.parallel.linear", "from megatron_glm.model import mla"),
-        ("megatron_glm.parallel.linear", "from ..ops.norm import rms_norm"),
+        ("megatron_glm.ops.norm", "from ..parallel.linear import linear"),
         ("megatron_glm.ops.norm", "from megatron_glm import parallel"),
         ("megatron_glm.ops.norm", "from .. import model"),
         ("megatron_glm.data.loader", "import megatron_glm.parallel.groups"),
@@ -96,6 +96,40 @@ def test_a_wrong_import_is_found(name: str, source: str):
 def test_right_imports_pass():
     assert not violations("megatron_glm.model.mla", "import torch\nfrom ..ops.norm import x\nfrom .indexer import y")
     assert not violations("megatron_glm.config", "from .config.model import ModelConfig")
+
+
+def dependencies() -> dict[str, set[str]]:
+    """Module of the package -> modules of it that it imports, inside functions and under TYPE_CHECKING, too."""
+    modules = {module_name(path).removesuffix(".__init__"): path for path in PACKAGE.rglob("*.py")}
+    found = {}
+    for name, path in modules.items():
+        package = module_name(path).split(".")[:-1]
+        # `from package import name`: the module package.name if there is one, else the package itself
+        targets = imported_modules(ast.parse(path.read_text()), package)
+        named = {target if target in modules else target.rpartition(".")[0] for target in targets}
+        found[name] = (named & modules.keys()) - {name}
+    return found
+
+
+def cycle(imports: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle, in its order; none if there is no circle."""
+    done: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return path[path.index(name) :]
+        if name in done:
+            return []
+        found = next(filter(None, (visit(other, [*path, name]) for other in sorted(imports[name]))), [])
+        done.add(name)
+        return found
+
+    return next(filter(None, (visit(name, []) for name in sorted(imports))), [])
+
+
+def test_no_modules_import_each_other():
+    assert cycle(dependencies()) == []
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_name)

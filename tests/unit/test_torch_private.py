@@ -47,10 +47,10 @@ def test_the_error_comes_at_import(tmp_path):
         "for name, value in list(vars(f.FSDPParam).items()):\n"
         "    if 'unsharded_accumulated_grad' in getattr(getattr(value, '__code__', None), 'co_names', ()):\n"
         "        setattr(f.FSDPParam, name, None)\n"
-        "import megatron_glm.parallel.masters"
+        "import megatron_glm.parallel.fsdp"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True)
-    assert "ImportError: megatron_glm/parallel/masters.py needs " in done.stderr
+    assert "ImportError: megatron_glm/parallel/fsdp.py needs " in done.stderr
     assert "FSDPParam.unsharded_accumulated_grad, which torch" in done.stderr
 
 

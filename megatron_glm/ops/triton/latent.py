@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_glm.ops.latent import Forms, Rows, count, put_rows
+from megatron_glm.ops.rows import FormRows, Rows, put_rows, row_count
 from megatron_glm.ops.triton.rope import move_rotated, rotate_
 
 
@@ -29,14 +29,14 @@ def _view(x: Tensor, rows: Rows) -> Tensor:
 
 class _Queries(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q: Tensor, cos: Tensor, sin: Tensor, rows: Forms, to_key: Tensor | None):
+    def forward(ctx, q: Tensor, cos: Tensor, sin: Tensor, rows: FormRows, to_key: Tensor | None):
         nope = q.shape[2] - 2 * cos.shape[1]
         expanded = absorbed = q_nope = None
         if isinstance(rows[0], slice):
             expanded = q[rows[0]]
             rotate_(expanded[..., nope:], cos[rows[0]], sin[rows[0]])
         elif rows[0] is not None:
-            expanded = q.new_empty(count(rows[0]), *q.shape[1:])
+            expanded = q.new_empty(row_count(rows[0]), *q.shape[1:])
             move_rotated(q, expanded, cos, sin, source_rows=rows[0])
         if rows[1] is not None:
             part, latent = q[rows[1]], to_key.shape[2]
@@ -57,7 +57,7 @@ class _Queries(torch.autograd.Function):
             move_rotated(grad_q[..., nope:], grad_q[..., nope:], cos, sin, inverse=True)
             return grad_q, None, None, None, None
         like = grad_expanded if grad_absorbed is None else grad_absorbed
-        grad_q = _empty(like, ctx.shape[0], count(rows[0]) + count(rows[1]), *ctx.shape[1:])
+        grad_q = _empty(like, ctx.shape[0], row_count(rows[0]) + row_count(rows[1]), *ctx.shape[1:])
         if rows[0] is not None:
             if isinstance(rows[0], slice):
                 move_rotated(grad_expanded, grad_q[rows[0]], cos[rows[0]], sin[rows[0]], inverse=True)
@@ -75,7 +75,7 @@ class _Queries(torch.autograd.Function):
 
 
 def queries(
-    q: Tensor, rope: tuple[Tensor, Tensor], rows: Forms, to_key: Tensor | None
+    q: Tensor, rope: tuple[Tensor, Tensor], rows: FormRows, to_key: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """`ops.latent.queries`, where q's rows and the gradient of all rows, which nothing else reads, turn in place."""
     return _Queries.apply(q, *rope, rows, to_key)
@@ -95,7 +95,7 @@ class _ExpandedKeys(torch.autograd.Function):
         (kv, weight), rows, heads, nope = ctx.saved_tensors, ctx.rows, ctx.heads, ctx.nope
         latents, latent = kv[rows], weight.shape[1]
         to_key, to_value = _expansions(weight, heads, nope, kv.shape[1])
-        grad_kv = _empty(kv, kv.shape[0], count(rows), kv.shape[1])
+        grad_kv = _empty(kv, kv.shape[0], row_count(rows), kv.shape[1])
         part = _view(grad_kv, rows)
         torch.mm(grad_keys.flatten(1), to_key, out=part)
         part[:, :latent].addmm_(grad_values.flatten(1), to_value)
@@ -129,13 +129,13 @@ def expanded_keys(kv: Tensor, weight: Tensor, rows: Rows, heads: int, nope: int)
 class _Outputs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, total: int, rows: Forms, expanded: Tensor | None, absorbed: Tensor | None, to_value: Tensor | None
+        ctx, total: int, rows: FormRows, expanded: Tensor | None, absorbed: Tensor | None, to_value: Tensor | None
     ) -> Tensor:
         ctx.rows = rows
         ctx.save_for_backward(absorbed, to_value)
         like = absorbed if expanded is None else expanded
         width = to_value.shape[1] if expanded is None else expanded.shape[2]
-        out = _empty(like, total, count(rows[0]) + count(rows[1]), like.shape[1], width)
+        out = _empty(like, total, row_count(rows[0]) + row_count(rows[1]), like.shape[1], width)
         if expanded is not None:
             put_rows(out, rows[0], expanded)
         if absorbed is not None:
@@ -160,7 +160,7 @@ class _Outputs(torch.autograd.Function):
 
 
 def outputs(
-    total: int, rows: Forms, expanded: Tensor | None, absorbed: Tensor | None, to_value: Tensor | None
+    total: int, rows: FormRows, expanded: Tensor | None, absorbed: Tensor | None, to_value: Tensor | None
 ) -> Tensor:
     """`ops.latent.outputs`."""
     return _Outputs.apply(total, rows, expanded, absorbed, to_value)

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_glm.ops.permute import RowMap
 from megatron_glm.parallel.collectives import gather_rows, gather_values, scatter_sum_rows
 from megatron_glm.parallel.dispatch.hop import count, within
 from megatron_glm.parallel.dispatch.local import Dispatcher, LocalDispatcher
-from megatron_glm.parallel.dispatch.permute import RowMap
 
 
 class AllGatherDispatcher(Dispatcher):

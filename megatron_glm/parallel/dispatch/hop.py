@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_glm.parallel.dispatch.permute import RowMap, accumulate, gather
+from megatron_glm.ops.permute import RowMap, accumulate, gather
 
 
 @dataclass(frozen=True)

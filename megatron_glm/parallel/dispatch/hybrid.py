@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_glm.ops.permute import RowMap
 from megatron_glm.parallel.collectives import gather_values
 from megatron_glm.parallel.dispatch.hop import Hop, count, once, spread, sum_back, within
 from megatron_glm.parallel.dispatch.local import Dispatcher, LocalDispatcher
-from megatron_glm.parallel.dispatch.permute import RowMap
 
 
 class HybridDispatcher(Dispatcher):

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_glm.parallel.dispatch.permute import RowMap, permute, unpermute
+from megatron_glm.ops.permute import RowMap, permute, unpermute
 
 
 class Dispatcher:

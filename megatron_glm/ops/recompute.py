@@ -1,7 +1,7 @@
-"""What the first run of a recomputed layer keeps, so that its second run takes it instead of computing it.
+"""What the first run of a recomputed layer keeps, so that the recomputation takes it instead of computing it again.
 
-Marks in a layer's code say what may be kept, `model/recompute.py` which of it is. In any other run a mark does nothing.
-What is kept must not be changed in place.
+The layer's code marks what may be kept; `model/recompute.py` decides which of it is. Without recomputation a mark does
+nothing. What is kept must not be changed in place.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ TorchDispatchMode, tree_leaves, tree_map_only, without_key, view_key, grouped_mm
 PRODUCTS = (torch.ops.aten.mm.default, grouped_mm)
 
 
-class Kept:
-    """The kept results of one layer, in the order in which both runs come to them.
+class RecomputeCache:
+    """The kept results of one layer, in the order in which the forward and the recomputation need them.
 
     Args:
         products: keep products, too, not only decisions.
@@ -65,7 +65,7 @@ class Kept:
         return result
 
 
-_kept: ContextVar[Kept | None] = ContextVar("kept", default=None)
+_kept: ContextVar[RecomputeCache | None] = ContextVar("kept", default=None)
 
 
 def _alias(tensor: Tensor) -> Tensor:
@@ -78,26 +78,29 @@ def _versions(result: Any) -> list[int]:
     return [leaf._version for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
-def decided_once(compute: Callable[[], Any]) -> Any:
-    """compute(), a choice outside autograd; every recomputation keeps it, for rounding could turn a second one."""
+def keep_choice(compute: Callable[[], Any]) -> Any:
+    """Runs `compute`, outside autograd, in the first forward, and returns the stored result in the recomputation.
+
+    Rounding could make a second top-k pick other keys.
+    """
     kept = _kept.get()
     return compute() if kept is None else kept.take(compute)
 
 
-def product_once(compute: Callable[[], Any]) -> Any:
-    """compute(), outside autograd, which is dear for the bytes of its result: selective recomputation keeps it."""
+def keep_product(compute: Callable[[], Any]) -> Any:
+    """The same for a result that is expensive to compute and small to keep: selective recomputation keeps it."""
     kept = _kept.get()
     return compute() if kept is None or not kept.products else kept.take(compute)
 
 
-def kept_products() -> AbstractContextManager:
-    """In this block the results of PRODUCTS are dear for their bytes: selective recomputation keeps them."""
+def keep_products() -> AbstractContextManager:
+    """In this block, selective recomputation keeps the results of PRODUCTS: expensive to compute, small to keep."""
     kept = _kept.get()
     return nullcontext() if kept is None or not kept.products else _KeepProducts(kept)
 
 
 class _KeepProducts(TorchDispatchMode):
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: RecomputeCache) -> None:
         super().__init__()
         self.kept = kept
 

@@ -1,4 +1,4 @@
-"""One pass over memory each, in Triton: the loss from logits, and gradients added in fp32; imported on CUDA only."""
+"""The loss from logits and their gradient, one pass over memory each, in Triton; imported on CUDA only."""
 
 from __future__ import annotations
 
@@ -39,15 +39,6 @@ def _logit_gradient(logits, column, counted, lse, width, valid, scale, block: tl
     tl.store(at, gradient.to(logits.dtype.element_ty), mask=i < width)
 
 
-@triton.jit
-def _add_widened(total, addend, narrow, size, first: tl.constexpr, block: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    value = tl.load(narrow + i, mask=i < size).to(tl.float32)
-    if not first:
-        value += tl.load(addend + i, mask=i < size).to(tl.float32)
-    tl.store(total + i, value, mask=i < size)
-
-
 def row_statistics(logits: Tensor, column: Tensor, valid: int) -> tuple[Tensor, Tensor]:
     """`parallel.vocab.row_statistics`."""
     rows, width = logits.shape
@@ -64,13 +55,3 @@ def logit_gradient(logits: Tensor, column: Tensor, counted: Tensor, lse: Tensor,
         grid = (rows, triton.cdiv(width, BLOCK))
         _logit_gradient[grid](logits, column, counted, lse, width, valid, scale, BLOCK, num_warps=8)
     return logits
-
-
-def add_widened(addend: Tensor | None, narrow: Tensor) -> Tensor:
-    """addend + narrow in fp32: in place where the addend is fp32, else a new tensor."""
-    in_place = addend is not None and addend.dtype == torch.float32
-    total = addend if in_place else torch.empty(narrow.shape, device=narrow.device)
-    if narrow.numel():
-        grid, given = (triton.cdiv(narrow.numel(), BLOCK),), total if addend is None else addend
-        _add_widened[grid](total, given, narrow.contiguous(), narrow.numel(), addend is None, BLOCK, num_warps=8)
-    return total

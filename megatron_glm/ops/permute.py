@@ -46,7 +46,7 @@ def _one_pass(x: Tensor) -> bool:
 
 
 def _fused():
-    from megatron_glm.parallel.dispatch import fused  # needs Triton, which a CPU-only torch has not
+    from megatron_glm.ops.triton import permute as fused  # needs Triton, which a CPU-only torch has not
 
     return fused
 

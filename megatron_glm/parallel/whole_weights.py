@@ -1,0 +1,76 @@
+"""Weights that a rank holds whole: bf16 copies that compute beside the fp32 masters."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron_glm.ops.grad_sum import GradSum
+from megatron_glm.torch_private import private
+
+private(__name__, "torch.Tensor._version", "torch.Tensor.grad_dtype", "torch.nn.Module._parameters")
+
+
+class WholeWeights:
+    """Lets a module compute with copies of its fp32 parameters in another dtype.
+
+    While the module runs, a copy is in each parameter's place. Its attribute `grad_sum` is the parameter's `GradSum`.
+
+    Args:
+        taken: parameters within the module that are looked after elsewhere.
+        keep: hold the copies until the parameters change, or make them in each forward (and recomputation).
+        narrow: leave the only gradient of a step in the copies' type, on CUDA; the sum of several is in fp32.
+    """
+
+    def __init__(
+        self, module: nn.Module, taken: set[nn.Parameter], dtype: torch.dtype, keep: bool, narrow: bool = False
+    ) -> None:
+        self.places = [(m, n) for m in module.modules() for n, p in m.named_parameters(recurse=False) if p not in taken]
+        self.dtype, self.keep, self.narrow = dtype, keep, narrow
+        self.copies: list[tuple[int, Tensor] | None] = [None] * len(self.places)  # with the version that was copied
+        self.masters: list[nn.Parameter] = []
+        module.register_forward_pre_hook(lambda *_: self._enter())
+        module.register_forward_hook(lambda *_: self._leave(), always_call=True)
+
+    def _enter(self) -> None:
+        self.masters = [module._parameters[name] for module, name in self.places]
+        for i, (module, name) in enumerate(self.places):
+            if self.narrow:
+                self.masters[i].grad_dtype = None  # a gradient may have any
+            total = GradSum(self.masters[i], self.masters[i], "grad", self.narrow)
+            module._parameters[name] = _Copy.apply(self.masters[i], self._copy(i), total)
+            module._parameters[name].grad_sum = total
+
+    def _leave(self) -> None:
+        for (module, name), master in zip(self.places, self.masters, strict=True):
+            module._parameters[name] = master
+
+    def _copy(self, i: int) -> Tensor:
+        master, known = self.masters[i], self.copies[i]
+        if not self.keep:
+            return master.detach().to(self.dtype)
+        if known is None:
+            self.copies[i] = master._version, master.detach().to(self.dtype)
+            master.held_copy = self.copies[i][1]
+        elif known[0] != master._version:
+            self.copies[i] = master._version, known[1].copy_(master.detach())
+        return self.copies[i][1]
+
+
+def held_copy(master: nn.Parameter) -> Tensor | None:
+    """The module's bf16 copy of this parameter. The fused AdamW kernel writes both; autograd does not see that."""
+    return getattr(master, "held_copy", None)
+
+
+class _Copy(torch.autograd.Function):
+    """The copy of a parameter as a function of it: a gradient that autograd makes goes into the parameter's sum."""
+
+    @staticmethod
+    def forward(ctx, master: Tensor, copy: Tensor, total: GradSum) -> Tensor:
+        ctx.total = total
+        return copy.view_as(copy)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        ctx.total.add(grad)
+        return None, None, None
