@@ -182,9 +182,21 @@ def one_line_errors() -> Iterator[None]:
         if not any(getattr(each, "told", False) for each in (error, error.__cause__)):  # by another rank
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2 if isinstance(error, ValueError) else 1)
+    except RuntimeError as error:
+        if not _lost_connection(error):
+            raise
+        what = f"rank {os.environ.get('RANK', 0)} has lost another rank, whose own output says why"
+        print(f"error: {what}: {str(error).split(' This is')[0]}", file=sys.stderr, flush=True)
+        sys.exit(1)
     finally:
         if (watchdog := sys.modules.get("megatron_glm.training.watchdog")) is not None:
             watchdog.stop()
         dist = sys.modules.get("torch.distributed")  # not imported where the flags were wrong
         if dist is not None and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _lost_connection(error: RuntimeError) -> bool:
+    """Whether a collective failed since a process at the other end is gone; gloo raises no class of its own."""
+    dist = sys.modules.get("torch.distributed")
+    return (dist is not None and isinstance(error, dist.DistError)) or "gloo/transport" in str(error)

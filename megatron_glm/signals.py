@@ -1,7 +1,8 @@
 """SIGINT, SIGTERM and SIGUSR1 (SLURM's preemption) from a program's first line to its last; imports no torch.
 
 Outside of training a signal ends the program at once: nothing is lost. During training `noted` collects the signals,
-and the loop leaves where all ranks agree to. A second SIGINT ends the program at once, wherever it is.
+and the loop leaves where all ranks agree to. A second SIGINT ends the program at once, wherever it is. One that ends a
+rank outside of training ends all of them (`share`).
 
 Python runs a handler between two steps of the main thread only, and that thread may wait in C for minutes, in a
 rendezvous for example. So a thread watches as well: it ends the program where the main thread does not.
@@ -32,7 +33,8 @@ KEY = "megatron_glm/signal"  # in the store: the signal that ended the start of 
 received: list[int] = []  # in this training, or the one that ended the program
 _collecting = ""  # what the loop does after the step; empty outside of it: a signal ends the program
 _leaving = False  # the main thread was asked to leave
-_store: Any = None  # of all ranks, until training begins
+_store: Any = None  # of all ranks
+_agreeing = False  # all ranks are in `noted`
 _wake = -1  # what the thread reads the other end of
 
 
@@ -49,11 +51,17 @@ def install(*numbers: int) -> None:
 
 
 def share(store: Any) -> None:
-    """Until training begins, a signal that reaches one rank ends all of them: they find it in this `Store`."""
+    """A signal that ends one rank outside of training ends all of them: they find it in this `Store`."""
     global _store
     if _wake >= 0:
         _store = store.clone()  # the main thread may wait in the other
         os.write(_wake, b"\0")  # the thread begins to look
+
+
+def all_train() -> None:
+    """All ranks are in `noted`: as long as this one is, they agree in the loop."""
+    global _agreeing
+    _agreeing = True
 
 
 @contextmanager
@@ -63,11 +71,11 @@ def noted(save: bool, ranks: int = 1) -> Iterator[list[int]]:
     Without `save` there is nothing to do first: SIGTERM and SIGUSR1 act as ever, and SIGINT ends a single process at
     once.
     """
-    global _collecting, _store
+    global _collecting, _agreeing
     numbers = HANDLED if save else (signal.SIGINT,)
     before = {number: signal.getsignal(number) for number in HANDLED}
     received.clear()
-    _store, _collecting = None, "saving" if save else "leaving" if ranks > 1 else ""
+    _collecting = "saving" if save else "leaving" if ranks > 1 else ""
     for number in HANDLED:
         signal.signal(number, _handle if number in numbers else signal.SIG_DFL)
     try:
@@ -76,7 +84,7 @@ def noted(save: bool, ranks: int = 1) -> Iterator[list[int]]:
         received.clear()  # they have done what they can
         raise
     finally:
-        _collecting = ""
+        _collecting, _agreeing = "", False
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: it was not set from Python
 
@@ -126,11 +134,11 @@ def _code(number: int) -> int:
 
 
 def _look_at_other_ranks() -> None:
-    global _store
+    global _store, _collecting
     store = _store
     try:
-        if store is not None and store.check([KEY]):
-            _store = None
+        if store is not None and not _agreeing and store.check([KEY]):
+            _store, _collecting = None, ""  # a rank that has left will never agree, and no step has been made
             os.kill(os.getpid(), int(store.get(KEY)))
     except RuntimeError:  # the first rank has left, with its store
         _store = None

@@ -10,6 +10,7 @@ import argparse
 import multiprocessing
 import pickle
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -18,6 +19,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed, too
+
+from megatron_glm import signals  # noqa: E402
+
+if __name__ == "__main__":
+    signals.install(signal.SIGINT)  # Ctrl-C: one line and exit code 130
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402

@@ -106,32 +106,41 @@ def _of_ranks(
     return moves
 
 
-def exchange(chunks: list[Chunk], moves: Moves, group: ProcessGroup) -> list[Chunk]:
-    """What this rank writes: its chunks less those that others write, and the blocks that it has put together.
+class Exchange:
+    """What this rank writes: its chunks less those that others write, and the blocks that it puts together.
 
-    Every rank of `group` calls it. It sends to one rank and receives from one rank at a time: at any moment a message
-    of each is in memory, beside the blocks.
+    All memory is taken and all of this rank's pieces are read here, where a rank may fail alone: in `run` the others
+    would wait for its messages.
     """
-    size, rank = group.size(), group.rank()
-    blocks, buffers = _empty_blocks(chunks, moves)
-    for distance in range(size):
-        to, source = (rank + distance) % size, (rank - distance) % size
-        outgoing = _packed([chunks[i] for i in moves.pieces[moves.writers == to]])
-        parts = moves.members[moves.members[:, 1] == source]
-        if distance == 0:
-            incoming = outgoing
-        else:
-            incoming = torch.empty(int(parts[:, 2].sum()), dtype=torch.uint8)
-            work = [dist.isend(outgoing, group=group, group_dst=to)] if len(outgoing) else []
-            work += [dist.irecv(incoming, group=group, group_src=source)] if len(incoming) else []
-            for each in work:
-                each.wait()
-        start = 0
-        for block, _, nbytes, place in parts.tolist():
-            buffers[block][place : place + nbytes] = incoming[start : start + nbytes]
-            start += nbytes
-    moved = set(moves.pieces.tolist())
-    return [chunk for number, chunk in enumerate(chunks) if number not in moved] + blocks
+
+    def __init__(self, chunks: list[Chunk], moves: Moves, group: ProcessGroup) -> None:
+        self.moves, self.group = moves, group
+        self.blocks, self.buffers = _empty_blocks(chunks, moves)
+        self.messages = [_packed([chunks[i] for i in moves.pieces[moves.writers == to]]) for to in range(group.size())]
+        received = np.bincount(moves.members[:, 1], weights=moves.members[:, 2], minlength=group.size()).astype(int)
+        self.received = received.tolist()
+        self.incoming = torch.empty(max(self.received), dtype=torch.uint8)
+        moved = set(moves.pieces.tolist())
+        self.kept = [chunk for number, chunk in enumerate(chunks) if number not in moved]
+
+    def run(self) -> list[Chunk]:
+        """Every rank of the group calls it. It sends to one rank and receives from one rank at a time."""
+        size, rank, group = self.group.size(), self.group.rank(), self.group
+        for distance in range(size):
+            to, source = (rank + distance) % size, (rank - distance) % size
+            outgoing, incoming = self.messages[to], self.incoming[: self.received[source]]
+            if distance == 0:
+                incoming = outgoing
+            else:
+                work = [dist.isend(outgoing, group=group, group_dst=to)] if len(outgoing) else []
+                work += [dist.irecv(incoming, group=group, group_src=source)] if len(incoming) else []
+                for each in work:
+                    each.wait()
+            start = 0
+            for block, _, nbytes, place in self.moves.members[self.moves.members[:, 1] == source].tolist():
+                self.buffers[block][place : place + nbytes] = incoming[start : start + nbytes]
+                start += nbytes
+        return self.kept + self.blocks
 
 
 def _empty_blocks(chunks: list[Chunk], moves: Moves) -> tuple[list[Chunk], list[torch.Tensor]]:

@@ -119,7 +119,7 @@ def save(
         hf_files: the `hf/` folder of the checkpoint that this run started from, carried along.
     Raises: ValueError or OSError on every rank if any of them fails; the target then does not exist.
     """
-    chunks = chunks_of(rectangles)
+    chunks, exchange = chunks_of(rectangles), None
     target = iteration_folder(folder, iteration)
     staging = target.with_name(target.name + UNFINISHED)
     rank = 0 if group is None else group.rank()
@@ -131,8 +131,12 @@ def save(
             stack.enter_context(staged_folder(target, replace=saved is None or saved < iteration))
             return merge.plan(tables) if len(tables) > 1 else None
 
+        def prepare() -> None:
+            nonlocal exchange
+            exchange = None if moves is None else merge.Exchange(chunks, moves, group)
+
         def write() -> tuple[ChunkTable, Places]:
-            mine = chunks if moves is None else merge.exchange(chunks, moves, group)
+            mine = chunks if exchange is None else exchange.run()
             written = []
             with BackgroundSync() as background:
                 for number, file_chunks in enumerate(split(mine)):
@@ -151,6 +155,7 @@ def save(
             sync(target)
 
         moves = together(group, lambda: ChunkTable.of([chunk.piece for chunk in chunks]), begin)
+        together(group, prepare)
         together(group, write, finish)
 
 

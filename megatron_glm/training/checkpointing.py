@@ -90,7 +90,7 @@ class Saver:
         elif self.pending is not None:  # still a good checkpoint, but what ends the run is the other error
             concurrent.futures.wait([self.pending])
             if self.failed:
-                log(f"error: {self.pending.exception()}")
+                log(f"error: iteration {self.saved} is not saved: {self.pending.exception()}")
 
     @property
     def failed(self) -> bool:
@@ -121,7 +121,11 @@ class Saver:
             error = None
             try:
                 rectangles = self.host_copy.take(rectangles)
-            except (OSError, RuntimeError) as caught:  # the other ranks wait for this one's part of the save
+            except (
+                OSError,
+                RuntimeError,
+                MemoryError,
+            ) as caught:  # the other ranks wait for this part
                 error = caught
             self.pending = self.thread.submit(self._write, progress.iteration, rectangles, state, error)
         else:
@@ -166,7 +170,7 @@ class Saver:
         """What becomes of an error of a save; all ranks have it."""
         try:
             yield
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, MemoryError) as error:
             message = f"iteration {self.saved} is not saved: {error}"
             if self.config.checkpoint.save_failure == "stop":
                 raise OSError(message) from error

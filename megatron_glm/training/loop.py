@@ -63,6 +63,7 @@ def train(
             start = time.perf_counter()
             batches = next(steps)
             counts = count(config, groups, batches, requests(config, saver, groups, progress.iteration > first))
+            signals.all_train()
             if counts.requests.save_failed:
                 saver.wait()
             if counts.requests.exit_code or counts.requests.time_up:

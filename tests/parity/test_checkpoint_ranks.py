@@ -131,6 +131,21 @@ def test_a_changed_byte_of_a_block_shows_to_whoever_reads_a_part_of_it(tmp_path:
         sharded.load(tmp_path, 1, wanted, None)
 
 
+def save_with_a_rank_that_cannot_read(folder: Path) -> str:
+    def fails(chunks: list) -> torch.Tensor:
+        raise ValueError("no room for the pieces")
+
+    if dist.get_rank() == 2:
+        merge._packed = fails
+    return attempt(save_in_blocks, folder)
+
+
+def test_a_rank_that_fails_before_pieces_travel_leaves_no_other_waiting(tmp_path: Path):
+    told = distributed.run(4, save_with_a_rank_that_cannot_read, tmp_path, timeout=20)
+    assert told == ["rank 2: no room for the pieces"] * 2 + ["no room for the pieces", told[0]]
+    assert not list(tmp_path.glob("iter_*"))
+
+
 def save_alone(folder: Path) -> None:
     sharded.save(folder, 1, share(0, 0, 1, True), {}, ModelConfig.from_hf("glm5.2-tiny"), None, dist.group.WORLD)
     wanted = share(0, 0, 1, False)

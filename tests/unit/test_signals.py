@@ -99,6 +99,18 @@ def test_a_signal_that_reaches_one_rank_before_training_ends_all(tmp_path, reach
     assert errors == {0: LINE[number], 1: "", 2: ""}
 
 
+def test_a_rank_that_is_in_the_loop_first_leaves_with_the_one_that_is_not(tmp_path):
+    """Once all are there, what another has received is agreed on in the loop."""
+    training = "training = signals.noted(True, 2); training.__enter__(); " + READY
+    ranks = [start(BEGIN + STORE + training + "time.sleep(60)", str(tmp_path), RANK="0")]
+    ranks.append(start(BEGIN + STORE + training + "signals.all_train(); time.sleep(1); sys.exit(3)", str(tmp_path)))
+    for rank in ranks:
+        assert [rank.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    assert sent(start(BEGIN + STORE + "time.sleep(60)", str(tmp_path), RANK="2"), signal.SIGTERM) == (75, "")
+    assert ranks[0].communicate(timeout=60)[1] == LINE[signal.SIGTERM]
+    assert [rank.wait(60) for rank in ranks] == [75, 3]
+
+
 @pytest.mark.parametrize("number, code", [(signal.SIGUSR1, 75), (signal.SIGINT, 130)])
 def test_the_script_leaves_while_its_data_loads(tmp_path, number, code):
     """The data is a pipe that nobody writes to. After that line the process only waits for it."""
@@ -128,6 +140,7 @@ PROGRAMS = {
     "tools/plot_log.py": "log.jsonl",
     "tools/doctor.py": "",
     "tools/rehearse_start.py": "--ranks 256 --rank 0",
+    "tools/rehearse_save.py": "--ranks 256",
     "examples/quickstart_data.py": "--save out",
     "examples/compare_with_transformers.py": "--hf . --data-path rows --loss 1",
 }
