@@ -105,7 +105,7 @@ class ParallelConfig(Section):
 @dataclass(frozen=True)
 class KernelConfig(Section):
     attention_backend: Literal["auto", "torch", "cudnn", "tilelang"] = option(
-        "auto", "implementation of the attention and the indexer; auto: cudnn on a GPU, else torch"
+        "auto", "implementation of the attention and the indexer; auto: cudnn on a GPU with --bf16, else torch"
     )
     dense_rows: Literal["auto", "off"] = option(
         "auto", "auto: rows that see no more than index_topk keys skip the selection and run as dense attention"

@@ -30,10 +30,10 @@ from megatron_glm.training.sinks import require_packages
 
 
 def choose_backend(config: RunConfig) -> RunConfig:
-    """The same configuration with --attention-backend auto replaced: cudnn on a GPU, else torch."""
+    """The same configuration with --attention-backend auto replaced: cudnn on a GPU in bf16, else torch."""
     if config.kernels.attention_backend != "auto":
         return config
-    backend = "cudnn" if torch.cuda.is_available() else "torch"
+    backend = "cudnn" if torch.cuda.is_available() and config.train.bf16 else "torch"
     return replace(config, kernels=replace(config.kernels, attention_backend=backend))
 
 

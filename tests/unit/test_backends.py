@@ -83,10 +83,18 @@ def test_a_torch_outside_the_table_is_refused_by_name(monkeypatch):
     assert backends.lacking("tilelang") == []
 
 
-@pytest.mark.parametrize("gpu, given, chosen", [(False, [], "torch"), (True, [], "cudnn"), (True, ["torch"], "torch")])
+@pytest.mark.parametrize(
+    "gpu, given, chosen",
+    [
+        (False, "--bf16", "torch"),
+        (True, "--bf16", "cudnn"),
+        (True, "", "torch"),  # its kernels compute in bf16 only
+        (True, "--bf16 --attention-backend torch", "torch"),
+    ],
+)
 def test_the_flag_decides_and_its_default_follows_the_machine(monkeypatch, gpu, given, chosen):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    flags = ["--hf-config", "glm5.2"] + (["--attention-backend", *given] if given else [])
+    flags = ["--hf-config", "glm5.2", *given.split()]
     config = choose_backend(arguments.resolve(arguments.build_parser().parse_args(flags)))
     assert config.kernels.attention_backend == chosen
 
