@@ -15,8 +15,9 @@ from megatron_glm.parallel.fsdp import gather_ahead, record_change, shard_chunk
 from megatron_glm.parallel.groups import ParallelGroups
 from tests.parity.layouts import parity_model, run_config, train
 
+FEW = "dp2 with one expert"  # which the ranks share along another dim
 LAYOUTS = {
-    1: {"one": ParallelConfig()},
+    1: {"one": ParallelConfig(), FEW: ParallelConfig()},
     2: {
         "dp2": ParallelConfig(),
         "dp2 reduced every time": ParallelConfig(grad_sync="every"),
@@ -27,6 +28,7 @@ LAYOUTS = {
         "ep2 allgather": ParallelConfig(expert_model_parallel_size=2, moe_token_dispatcher_type="allgather"),
         "pp2": ParallelConfig(pipeline_model_parallel_size=2),
         "pp2 vp2": ParallelConfig(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1),
+        FEW: ParallelConfig(),
     },
     4: {
         "pp2 ep2": ParallelConfig(pipeline_model_parallel_size=2, expert_model_parallel_size=2),
@@ -85,6 +87,8 @@ def main(file: str) -> None:
         for name, parallel in LAYOUTS[dist.get_world_size()].items():
             # In bf16 rounding would flip selections, and with them the loss: nothing is left to choose there.
             model = parity_model(4, index_topk=64, num_experts_per_tok=8) if bf16 else parity_model(4)
+            if name == FEW:
+                model = replace(model, n_routed_experts=1, num_experts_per_tok=1)
             config = run_config(model, parallel, packs=8, seed=0)
             config = replace(config, train=replace(config.train, bf16=bf16))
             results[name, bf16] = train(config)
