@@ -33,12 +33,8 @@ import numpy as np  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from megatron_glm.data.blend import cache_key  # noqa: E402
-from megatron_glm.data.files import (  # noqa: E402
-    SUFFIXES,
-    check_unicode,
-    decode_row,
-    find_files,
-)
+from megatron_glm.data.cache import file_state  # noqa: E402
+from megatron_glm.data.files import SUFFIXES, check_unicode, decode_row, find_files  # noqa: E402
 from megatron_glm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, smallest_dtype  # noqa: E402
 from megatron_glm.data.report import RowReport  # noqa: E402
 from megatron_glm.data.rows import special_token_error, special_token_pattern  # noqa: E402
@@ -117,7 +113,7 @@ def read(path: Path) -> Iterator[tuple[int, Rows]]:
         yield from read_chunks(path)
         return
     try:
-        yield path.stat().st_size, [(str(path), {"text": path.read_text("utf-8")})]
+        yield path.stat().st_size, [(str(path), {"text": path.read_text("utf-8-sig")})]
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -139,9 +135,8 @@ def plan(arguments: argparse.Namespace, encoder: Encoder) -> list[Part]:
     digest = hashlib.sha256(encoder.tokenizer.path.read_bytes()).hexdigest()
     parts, report = [], RowReport()
     for path in find_files(arguments.input, (*SUFFIXES, *TEXT_SUFFIXES), report):
-        stat = path.stat()
         name = cache_key(
-            source=[str(path.resolve()), stat.st_size, stat.st_mtime_ns, len(parts)],
+            source=[str(path.resolve()), *file_state(path), len(parts)],
             tokenizer=digest,
             eod=arguments.append_eod,
             special=arguments.special_tokens_in_text,

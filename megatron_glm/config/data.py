@@ -16,10 +16,7 @@ CACHE_HELP = (
     "folder for what is made of the data once: tokens and the order of samples (default: index_cache beside the first "
     "file, or ~/.cache/megatron_glm if that cannot be written)"
 )
-NEEDED_KEYS = frozenset(
-    "input_ids messages conversations role content from value prompt completion response instruction output ctx endings"
-    " text".split()
-)
+NEEDED_KEYS = frozenset("input_ids messages conversations role content from value text".split())
 PARTS = ("train", "valid", "test")  # of --split
 NAMED_SET = re.compile(r"([\w.-]+)=(.+)")
 UNNAMED_SET = "valid"

@@ -53,12 +53,12 @@ def digests(paths: Iterable[Path], cache: Path) -> list[str]:
         known = json.loads(memo.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         known = {}
-    before = {str(path): _state(path) for path in paths}
+    before = {str(path): file_state(path) for path in paths}
     missing = [path for path in before if known.get(path, {}).get("state") != before[path]]
     with ThreadPoolExecutor(min(8, len(missing) or 1)) as pool:  # hashing and reading release the GIL
         found = dict(zip(missing, pool.map(_digest, missing), strict=True))
     for path in missing:
-        if _state(Path(path)) != before[path]:
+        if file_state(Path(path)) != before[path]:
             raise ValueError(f"{path} changed while it was read: let what writes it end first")
     known = {path: {"state": before[path], "digest": found.get(path) or known[path]["digest"]} for path in before}
     result = [known[str(path)]["digest"] for path in paths]
@@ -69,7 +69,8 @@ def digests(paths: Iterable[Path], cache: Path) -> list[str]:
     return result
 
 
-def _state(path: Path) -> list[int]:
+def file_state(path: Path) -> list[int]:
+    """What changes with the content of a file, as a rule."""
     stat = path.stat()
     return [stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns]
 
@@ -83,8 +84,11 @@ def write_whole(path: Path, text: str) -> None:
     """Writes a small file that has its name only when it is whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def make_folder(target: Path, make: Callable[[Path, Say], None], say: Say) -> None:

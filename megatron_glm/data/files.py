@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
 import gzip
 import io
@@ -144,7 +145,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 def _json_rows(file: io.BufferedReader) -> list[RawRow] | None:
     """The rows of a .json file that is one array; None if it has a row a line. Reads nothing in that case."""
-    start = file.peek(2**16).lstrip()
+    start = file.peek(2**16).removeprefix(codecs.BOM_UTF8).lstrip()
     if not start.startswith(b"["):
         return None
     try:
@@ -206,7 +207,7 @@ def _column_rows(path: Path) -> Iterator[dict]:
 def decode_row(raw: RawRow) -> dict:
     """A row that read_rows yields, without the keys that are null; raises ValueError if it is no JSON object."""
     try:
-        row = raw if isinstance(raw, dict) else json.loads(raw.decode("utf-8"))
+        row = raw if isinstance(raw, dict) else json.loads(raw.decode("utf-8-sig"))
     except RecursionError as error:
         raise ValueError("the line is nested too deep for JSON") from error
     if not isinstance(row, dict):

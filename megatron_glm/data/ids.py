@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,10 @@ NUMBERS = tuple("document_ids doc_ids segment_ids sequence_ids seq_idx sample_id
 COLUMNS = frozenset(
     ("input_ids", "labels", "attention_mask", "position_ids", "token_type_ids")
     + (*MASKS, *STARTS, *BOUNDS, *LENGTHS, *NUMBERS)
+)
+_BORDER = re.compile(
+    "(prompt|prefix|context|source|input|query|question|response|completion|answer).*"
+    "(len|tokens|start|end|idx|index|offset)"
 )
 SHIFTED = (
     "loss_mask is 0 at the end of every document of a pack: a mask that was shifted to the labels, as NeMo packs it, "
@@ -58,6 +63,17 @@ def read_ids(row: dict, notes: Notes) -> TokenRow:
     if "loss_mask" in row and len(lengths) > 1 and targets.any() and not targets[kept][ends].any():
         notes.warnings.add(SHIFTED)
     return TokenRow(ids[kept], targets[kept], tuple(lengths.tolist()))
+
+
+def refuse_unread(columns: dict[str, Any], n: int) -> None:
+    """Numbers beside n ids that nothing reads may be flags of the tokens, or say where a prompt or a document ends."""
+    for name, value in columns.items():
+        numbers = isinstance(value, list) and all(isinstance(item, int | float) for item in value)
+        if (numbers and value) or (isinstance(value, int) and value != n and _BORDER.search(name.lower())):
+            raise ValueError(
+                f"the row has the key {name} = {value!r:.60}, which is not read beside input_ids; name it in "
+                "--ignore-keys if it is only metadata"
+            )
 
 
 def integers(values: Any, what: str) -> np.ndarray:
@@ -125,6 +141,8 @@ def _starts(row: dict, n: int) -> np.ndarray:
         if name in row:
             numbers = _column(row[name], name, n)
             found[name] = np.append(True, numbers[1:] != numbers[:-1])
+            if "attention_mask" not in row and len(np.unique(numbers)) < found[name].sum():
+                raise ValueError(f"{name} comes back to a number that it has left: a document must be in one piece")
     if "position_ids" in row and not found:
         found["position_ids"] = _column(row["position_ids"], "position_ids", n) == 0
     if "attention_mask" in row:

@@ -17,13 +17,16 @@ INVERTED_SWITCHES = frozenset({"masked"})
 _WORDS = frozenset(
     "mask masks masked loss losses weight weights label labels target targets train training trainable trained system"
     " tool tools function functions position positions attention seq seqs segment segments cu seqlen seqlens documents"
-    " history template kwargs thinking reasoning image images video videos audio audios".split()
+    " history template kwargs thinking reasoning thought thoughts cot image images pixel video videos audio audios"
+    " learn supervised".split()
 )
 _JOINED = re.compile(
     "promptlen|sourcelen|answerstart|lossmask|lossweight|attentionmask|positionid|seqlen|seqstart|documentid|docids|sampleweight"
 )
 # metadata all the same
-_HARMLESS = frozenset("target_language max_seqlen special_tokens_mask parallel_tool_calls tool_choice".split())
+HARMLESS = frozenset(
+    "target_language max_seqlen special_tokens_mask parallel_tool_calls tool_choice activity_label".split()
+)
 
 
 def is_switch(key: str) -> bool:
@@ -44,7 +47,7 @@ def switched_on(key: str, value: Any, where: str) -> bool:
 def changes_training(name: str) -> bool:
     """Does the name of an unknown column suggest masks, weights, positions, a system text, tools …?"""
     words = re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()
-    if words in _HARMLESS:
+    if words in HARMLESS:
         return False
     return not _WORDS.isdisjoint(re.split("[^a-z]+", words)) or bool(_JOINED.search(re.sub("[^a-z]", "", words)))
 
@@ -58,10 +61,13 @@ class Notes:
     warnings: set[str] = field(default_factory=set)
 
     def without_ignored(self, fields: dict, needed: Iterable[str] = ()) -> dict:
-        """The fields that are not null and not metadata; `needed` ones are never metadata."""
+        """The fields that are not null and not metadata; `needed` ones are never metadata.
+
+        An object of nothing but nulls is null: Arrow may write {"name": null, "arguments": null} so.
+        """
         ignored = self.ignored.difference(needed)
         self.unused |= ignored & fields.keys()
-        return {key: value for key, value in fields.items() if value is not None and key not in ignored}
+        return {key: value for key, value in fields.items() if key not in ignored and not _is_null(value)}
 
     def columns_not_used(self, row: dict, used: Iterable[str]) -> None:
         """Notes the columns of a row that were not read; refuses those that would change what is trained."""
@@ -91,6 +97,10 @@ class Notes:
             raise ValueError(
                 f"{where} has the unknown key {key!r} ({value!r:.60}); name it in --ignore-keys if it is only metadata"
             )
+
+
+def _is_null(value: Any) -> bool:
+    return value is None or (isinstance(value, dict) and bool(value) and all(item is None for item in value.values()))
 
 
 def without_nulls(value: Any) -> Any:

@@ -16,9 +16,12 @@ PAIRS = (COMPLETION, RESPONSE)  # of two strings, or two lists of messages for t
 
 # other shapes that are common, and the line that makes a kind above of each
 CONVERSIONS = {
+    ("question", "context", "answer"): 'row = {"prompt": row["context"] + "\\n" + row["question"], "completion": '
+    'row["answer"]}',
     ("question", "answer"): 'row = {"prompt": row["question"], "completion": row["answer"]}',
     ("query", "response"): 'row = {"prompt": row["query"], "completion": row["response"]}',
-    ("instruction", "response"): 'row = {"instruction": row["instruction"], "output": row["response"]}',
+    ("instruction", "response"): 'row = {"instruction": row["instruction"], "input": row.get("input") or '
+    'row.get("context"), "output": row["response"]}',
     ("problem", "solution"): 'row = {"prompt": row["problem"], "completion": row["solution"]}',
     ("input", "output"): 'row = {"prompt": row["input"], "completion": row["output"]}',
     ("inputs", "targets"): 'row = {"prompt": row["inputs"], "completion": row["targets"]}',
@@ -38,12 +41,13 @@ def parse_row(raw: RawRow, ignored: Collection[str] = ()) -> tuple[dict, tuple[s
     """The row and its kind; raises ValueError if it is no JSON object or of no known kind.
 
     A row of a prompt and its answer under other names, and of a text that may be both together, is refused: loss would
-    be on the prompt, too. `ignored`: keys that say nothing.
+    be on the prompt, too. `ignored`: keys that say nothing, and make no kind.
     """
     row = decode_row(raw)
-    found = next((keys for keys in KINDS if all(key in row for key in keys)), None)
+    known = row.keys() - ignored
+    found = next((keys for keys in KINDS if known.issuperset(keys)), None)
     shapes = ((keys, line) for keys, line in CONVERSIONS.items() if found is None or len(keys) > 1)
-    shape = next((each for each in shapes if all(key in row and key not in ignored for key in each[0])), None)
+    shape = next((each for each in shapes if known.issuperset(each[0])), None)
     if found and (found != TEXT or shape is None):
         return row, found
     kinds = ", ".join("+".join(keys) for keys in KINDS)

@@ -64,10 +64,26 @@ def read_conversation(
             tools = own_tools
         read.append(message)
         trained.append(wanted)
+    if notes.ignored.isdisjoint(("tool_calls", "tool_call_id", "id")):
+        _check_order(messages)
     found = read_tools(tools, notes)
     if found and not template.renders("tools", ""):
         raise ValueError(f"the chat template {template.name} renders no tools: they would be lost")
     return Conversation(read, trained, found)
+
+
+def _check_order(messages: list[dict]) -> None:
+    """Templates render no ids, and results in their order: it must be that of the calls."""
+    waiting: list[Any] = []
+    for i, message in enumerate(messages):
+        if isinstance(calls := message.get("tool_calls"), list):
+            waiting = [call.get("id") for call in calls]
+        elif (answered := message.get("tool_call_id")) in waiting and answered is not None:
+            if answered != waiting[0]:
+                raise ValueError(
+                    f"messages[{i}] answers the call {answered!r}, but {waiting[0]!r} was called before it"
+                )
+            waiting.pop(0)
 
 
 def parsed(value: Any, what: str) -> Any:
@@ -114,12 +130,13 @@ class _Message:
         fields = notes.without_ignored(message) if isinstance(message, dict) else {}
         if "role" not in fields and "from" in fields:  # ShareGPT
             fields["role"] = fields.pop("from")
-            if "content" not in fields and "value" in fields:
-                fields["content"] = fields.pop("value")
+        if "content" not in fields and "value" in fields:
+            fields["content"] = fields.pop("value")
         self.fields = fields
         role = fields.pop("role", None)
         if role == "function_call":  # ShareGPT: an assistant message whose text is the call
-            role, fields["tool_calls"] = "assistant", [parsed(fields.pop("content", None), f"{where}.content")]
+            calls = parsed(fields.pop("content", None), f"{where}.content")
+            role, fields["tool_calls"] = "assistant", calls if isinstance(calls, list) else [calls]
         if not isinstance(role, str) or role not in ROLES:
             raise ValueError(f"{where} must be an object with a role of {', '.join(ROLES)}, got {message!r:.80}")
         self.role = ROLES[role]
@@ -155,9 +172,12 @@ class _Message:
 
     def _thinking(self) -> dict:
         given = {key: self.fields.pop(key) for key in THINKING if key in self.fields}
+        given = {key: value for key, value in given.items() if value != ""}
         for key, value in given.items():
             if not isinstance(value, str):
                 raise ValueError(f"{self.where}.{key} must be a string, got {value!r:.80}")
+            if "</think>" in str(self.fields.get("content")):
+                raise ValueError(f"{self.where} has thinking as {key} and in its content: keep one")
         if len(set(given.values())) > 1:
             raise ValueError(f"{self.where} has {' and '.join(given)}, which differ: keep one")
         return {"reasoning_content": next(iter(given.values()))} if given else {}

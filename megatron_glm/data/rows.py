@@ -16,13 +16,19 @@ from . import ids
 from .chat import ROLE_TOKENS, THINK_TAGS, ChatTemplate
 from .files import RawRow, check_unicode
 from .ids import TokenRow
-from .keys import Notes, is_switch, switched_on
+from .keys import HARMLESS, Notes, is_switch, switched_on
 from .kinds import ALPACA, HELLASWAG, TEXT, TOKENS, is_chat, parse_row
 from .messages import functions_as_tools, parsed, read_conversation
 from .report import RowReport
 from .tokenizer import END_OF_TEXT, Tokenizer
 
 CHAT_COLUMNS = {"system", "tools", "functions", "chat_template_kwargs", "extra_body"}
+# columns that some trainers make the prompt of: here only a copy of what is trained anyway
+PROMPT_COLUMNS = frozenset(
+    "prompt instruction instructions input inputs context query question document passage background knowledge"
+    " preamble developer sys apis plugins".split()
+)
+NO_BOOLEANS = frozenset(("true", "false", "yes", "no", "on", "off", "0", "1"))
 
 
 @dataclass(frozen=True)
@@ -182,6 +188,9 @@ class RowReader:
             columns = {key: value for key, value in row.items() if key not in self.ignored | switches}
             result = ids.read_ids(columns, notes)
             used |= ids.COLUMNS - self.ignored
+            ids.refuse_unread(
+                {key: value for key, value in columns.items() if key not in used | HARMLESS}, len(row["input_ids"])
+            )
         elif is_chat(row, kind):
             result = self._chat(row, kind, notes, used)
         elif kind == HELLASWAG:
@@ -193,16 +202,16 @@ class RowReader:
         notes.columns_not_used(row, used)
         if isinstance(result, TextRow):
             check_unicode(result.text)
+            _check_prompts({key: row[key] for key in PROMPT_COLUMNS & row.keys() - used - self.ignored}, kind, result)
             return result if wanted else TextRow(result.text, (), result.end_of_text)
         return result if wanted else result._replace(targets=np.zeros_like(result.targets))
 
     def _completion(self, prompt: tuple[str, str], completion: tuple[str, str]) -> TextRow:
         """(key, text) of both. They are tokenised as one; a token that straddles the border is a target."""
-        if not self.settings.special_tokens_in_text:
-            for key, text in (prompt, completion):
-                if found := self.special_tokens.search(text):
-                    raise ValueError(special_token_error(key, found.group()))
         text = prompt[1] + completion[1]
+        if not self.settings.special_tokens_in_text and (found := self.special_tokens.search(text)):
+            key = prompt[0] if found.end() <= len(prompt[1]) else completion[0]
+            raise ValueError(special_token_error(key, found.group()))
         return TextRow(text, [(len(prompt[1]), len(text))], end_of_text=not text.endswith(END_OF_TEXT))
 
     def _chat(self, row: dict, kind: tuple[str, ...], notes: Notes, used: set[str]) -> TextRow:
@@ -222,7 +231,7 @@ class RowReader:
             messages = [{"role": "system", "content": _string(row, "system")}, *messages]
             first_trained += 1
         chat = read_conversation(messages, tools, notes, self.template)
-        self._refuse_special(chat.messages, chat.tools)
+        self._refuse_special(chat.messages, {"tools": chat.tools} | settings)
         text, targets = self.template.render_targets(chat.messages, chat.tools, **settings)
         turns = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
         if self.settings.train_on_last_turn_only:
@@ -259,19 +268,19 @@ class RowReader:
                 if settings.setdefault(key, value) != value:
                     raise ValueError(f"the row sets {key} to {settings[key]!r} and to {value!r}")
         for key, value in settings.items():
-            if isinstance(value, str) and value.lower() in ("true", "false"):
+            if isinstance(value, str) and value.lower() in NO_BOOLEANS:
                 raise ValueError(f"{key} is the string {value!r}, which templates take for true: make it a boolean")
         return settings
 
-    def _refuse_special(self, messages: list[dict], tools: list[dict] | None) -> None:
+    def _refuse_special(self, messages: list[dict], others: dict[str, Any]) -> None:
         """Special tokens may only come from the template. Thinking may be written in an answer, with its tags."""
-        for i, message in enumerate(messages):
-            for key, value in (*message.items(), *([("tools", tools)] if tools and not i else [])):
+        for i, fields in enumerate([*messages, others]):
+            for key, value in fields.items():
                 for text in [value] if isinstance(value, str) else _all_strings(value):
-                    if message["role"] == "assistant" and key == "content" and "think>" in text:
+                    if key == "content" and "think>" in text and fields["role"] == "assistant":
                         text = THINK_TAGS.sub(" ", text)
                     for found in self.special_tokens.finditer(text):
-                        where = key if key == "tools" else f"messages[{i}].{key}"
+                        where = key if fields is others else f"messages[{i}].{key}"
                         if found.group() in ROLE_TOKENS:
                             raise ValueError(f"{where} contains {found.group()}, which would end or begin a turn")
                         if not self.settings.special_tokens_in_text:
@@ -290,6 +299,20 @@ def special_token_error(where: str, token: str) -> str:
         f"{where} contains the special token {token}, which would become a token of its own: take it out, or give "
         "--special-tokens-in-text if it is meant"
     )
+
+
+def _check_prompts(columns: dict[str, Any], kind: tuple[str, ...], row: TextRow) -> None:
+    """Columns that were not read may be a part of the prompt. Of a text it must not be inside: loss is on all of it."""
+    for key, value in columns.items():
+        texts = [text.strip() for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
+        if any(texts) and (kind == TEXT) == all(text in row.text for text in texts):
+            what = "is not read; name it in --ignore-keys if it is only metadata"
+            if kind == TEXT:
+                what = (
+                    'is in the text, too: convert each to {"prompt": …, "completion": …}, or name it in --ignore-keys '
+                    "to train on all of the text"
+                )
+            raise ValueError(f"the row has the key {key} = {value!r:.60}, which {what}")
 
 
 def _all_strings(value: Any) -> Iterator[str]:

@@ -153,6 +153,12 @@ def test_the_digest_of_a_file_that_may_still_change_is_not_kept(tmp_path: Path, 
     assert cache.digests([path], tmp_path / "cache") == [before]
 
 
+def test_what_cannot_be_written_whole_leaves_nothing(tmp_path: Path):
+    with pytest.raises(UnicodeEncodeError):
+        cache.write_whole(tmp_path / "a", "\ud800")
+    assert not list(tmp_path.iterdir())
+
+
 def test_default_folder(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)

@@ -45,13 +45,16 @@ def written(folder: Path, name: str) -> Path:
             file.write_table(table)
     elif name == "array.json":
         path.write_text("\n " + json.dumps(ROWS, indent=1))
+    elif name.startswith("bom"):  # as Windows programs write
+        text = json.dumps(ROWS) if name == "bom-array.json" else LINES.decode().replace("\n", "\r\n")
+        path.write_text(text, encoding="utf-8-sig", newline="")
     else:
         path.write_bytes(LINES)
     return path
 
 
 NAMES = ["a.jsonl", "lines.json", "array.json", "a.ndjson", "A.JSONL", "a.jsonl.gz", "a.json.zst", "A.Jsonl.GZ"]
-NAMES += ["a.parquet", "a.arrow"]
+NAMES += ["a.parquet", "a.arrow", "bom.jsonl", "bom-array.json"]
 
 
 @pytest.mark.parametrize("name", NAMES)

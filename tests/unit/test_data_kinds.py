@@ -18,6 +18,7 @@ HI, GOOD, BAD = (
 )
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"x": 1}}}
 CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+TWO_CALLS = CALLING | {"tool_calls": [CALL | {"id": "a"}, CALL | {"id": "b"}]}
 CALL_TEXT = "\n<think></think>\n<tool_call>look\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
 START, ANSWER = "[gMASK]<sop>", "\n<think></think>\ng<|user|>"
@@ -100,7 +101,37 @@ CHATS = [
     ({"prompt": [HI, BAD, HI], "completion": [GOOD]}, "b<|user|>\nh<|assistant|>", ANSWER),
     ({"prompt": [HI, BAD], "completion": [HI, GOOD], "system": "s"}, "<|system|>\ns<|user|>", ANSWER),
     ({"prompt": "a", "response": "b"}, "ab", "b<|endoftext|>"),
+    ({"prompt": "read a", "completion": "b", "question": " a ", "input": 5}, "read ab", "b<|endoftext|>"),
+    (
+        {"conversations": [{"role": "user", "value": "h"}, {"role": "assistant", "value": "g"}]},
+        "\nh<",
+        ANSWER,
+    ),
+    (
+        {"conversations": [{"from": "human", "value": "h"}, {"from": "function_call", "value": '[{"name": "look"}]'}]},
+        "h",
+        "\n<think></think>\n<tool_call>look\n</tool_call><|observation|>",
+    ),
+    (
+        chat(HI, GOOD | {"content": "<think>why</think>g", "reasoning_content": ""}),
+        "h",
+        "\n<think>why</think>\ng<|user|>",
+    ),
+    (
+        chat(HI, GOOD | {"function_call": {"name": None, "arguments": None}, "extra": {"a": None}}),
+        "h",
+        ANSWER,
+    ),
 ]
+HELLASWAG_ROW = {
+    "ind": 4,
+    "activity_label": "Fishing",
+    "ctx_a": "c",
+    "ctx_b": "",
+    "ctx": "c",
+    "endings": ["d", "e"],
+    "label": "1",
+}
 
 
 @pytest.mark.parametrize("row, part, target", CHATS)
@@ -108,6 +139,10 @@ def test_spellings(folder: Path, row: dict, part: str, target: str):
     whole, trained = text_and_target(folder, row)
     assert part in whole and "{'" not in whole
     assert trained == target or (target == CALL_TEXT and trained == CALL_TEXT + "<|observation|>" + ANSWER)
+
+
+def test_a_row_of_hellaswag_as_it_is_published(folder: Path):
+    assert text_and_target(folder, HELLASWAG_ROW) == ("c e<|endoftext|>", " e<|endoftext|>")
 
 
 METADATA = "name it in --ignore-keys if it is only metadata"
@@ -168,6 +203,23 @@ REFUSED = [
     ({"conversation": [{"human": "a", "assistant": "b"}]}, r'with row = {"messages": \[.* row\["conversation"\]'),
     ({"text": "a b", "question": "a", "answer": "b"}, r"a text, and question and answer: convert .* name question in"),
     ({"instruction": "a", "response": "b", "text": "a b"}, "a text, and instruction and response: convert"),
+    (
+        chat(HI, GOOD | {"content": "<think>why</think>g", "reasoning": "why"}),
+        r"messages\[1\] has thinking as reasoning and in its content: keep one",
+    ),
+    (
+        chat(HI, TWO_CALLS, *({"role": "tool", "content": "r", "tool_call_id": i} for i in "ba"), GOOD),
+        r"messages\[2\] answers the call 'b', but 'a' was called before it",
+    ),
+    (chat(HI, GOOD, enable_thinking="no"), "enable_thinking is the string 'no'"),
+    (chat(HI, GOOD, enable_thinking="<|user|>"), r"enable_thinking contains <\|user\|>"),
+    (chat(HI, GOOD, context="c"), rf"the row has the key context = 'c', which is not read; {METADATA}"),
+    ({"prompt": "do", "query": "it", "response": "b"}, "the row has the key query = 'it', which is not read"),
+    ({"instruction": "do", "context": ["it"], "output": "b"}, "the row has the key context"),
+    ({"prompt": "a", "completion": "b", "cot": "c"}, "the row has the key cot"),
+    ({"text": "ab", "prompt": "a"}, "prompt = 'a', which is in the text, too: convert .* to train on all of the text"),
+    ({"prompt": "a<|endof", "completion": "text|>"}, r"completion contains the special token <\|endoftext\|>"),
+    ({"instruction": "a", "context": "b", "response": "c"}, r'"input": row.get\("input"\) or row.get\("context"\)'),
     ({"a": "b"}, r'convert each, as with row = {"prompt": row\["QUESTION"\]'),
 ]
 
@@ -182,6 +234,9 @@ def test_columns_that_are_only_metadata(folder: Path):
     assert text_and_target(folder, {"text": "ab", "question": "a", "answer": "b"}, ignore_keys=("question",))[1] == (
         "ab<|endoftext|>"
     )
+    row = {"prompt": "a", "completion": "b", "text": "ab"}
+    assert text_and_target(folder, row)[1] == "b<|endoftext|>"
+    assert text_and_target(folder, row, ignore_keys=("prompt",))[1] == "ab<|endoftext|>"
     row = chat(HI | {"timestamp": 3, "lang": "en"}, GOOD | {"weight": 0.5, "id": "m"}, id=7, metadata={"weight": 0.5})
     result = tokenise(folder, row, {"text": "a", "source": "b"}, ignore_keys=("timestamp", "lang", "weight"))
     summary = "kinds: 1 messages, 1 text; columns not used: id, lang, metadata, source, timestamp, weight"
@@ -250,7 +305,7 @@ def test_last_turn_only(folder: Path):
         ({"position_ids": [0, 1, 2, 0, 1, 2], "seq_start_id": [0, 3]}, [1] * 6, [3, 3]),
         ({"cu_seqlens": [0, 2, 6], "max_seqlen": 4}, [1] * 6, [2, 4]),
         ({"seq_lens": [2, 4]}, [1] * 6, [2, 4]),
-        ({"seq_len": 6}, [1] * 6, [6]),
+        ({"seq_len": 6, "input_length": 6, "special_tokens_mask": [0] * 6}, [1] * 6, [6]),
         ({"document_ids": [7, 7, 8, 8, 8, 8]}, [1] * 6, [2, 4]),
         ({"token_type_ids": [0] * 6}, [1] * 6, [6]),
         ({"position_ids": [0, 1, 2, 3, 0, 0], "attention_mask": [1, 1, 1, 1, 0, 0]}, [1] * 4, [4]),
@@ -280,6 +335,10 @@ def test_masks_and_documents_of_ready_ids(columns: dict, targets: list[int], len
         ({"prompt_mask": [1, 1, 0, 0]}, "the row has the key prompt_mask"),
         ({"weights": [1, 1, 1, 1]}, "the row has the key weights"),
         ({"answer_start_idx": 2}, "the row has the key answer_start_idx"),
+        ({"num_prompt_tokens": 2}, f"num_prompt_tokens = 2, which is not read beside input_ids; {METADATA}"),
+        ({"is_response": [0, 0, 1, 1]}, "the row has the key is_response"),
+        ({"lengths": [2, 2]}, "the row has the key lengths"),
+        ({"document_ids": [1, 2, 2, 1]}, "document_ids comes back to a number that it has left"),
         ({"input_ids": [True, 6, 7]}, "input_ids must be a list of integers"),
         ({"labels": [True, 6, 7, 8]}, "labels must be a list of integers"),
     ],

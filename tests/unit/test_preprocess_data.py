@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -148,6 +149,23 @@ def test_files_done_with_other_settings_are_not_taken_up(tmp_path: Path, tokeniz
     write_jsonl(bad, [{"text": "w2"}])
     assert "done already" not in run(tmp_path, tokenizer, good, bad, flags=["--append-eod"]).stderr
     assert documents(tmp_path) == [[1, 299], [2, 299]]
+
+
+def test_a_part_of_a_file_that_changed_is_not_taken_up(tmp_path: Path, tokenizer: Path, monkeypatch):
+    file = write_jsonl(tmp_path / "a.jsonl", [{"text": "w1"}])
+    monkeypatch.setattr(sys, "argv", command(tmp_path, tokenizer, file)[1:])
+    arguments = preprocess_data.parse_arguments()
+    encoder = preprocess_data.Encoder(preprocess_data.Settings(str(tokenizer), ("text",), False))
+    first, same = (preprocess_data.plan(arguments, encoder) for _ in range(2))
+    mtime = file.stat().st_mtime_ns
+    write_jsonl(file, [{"text": "w2"}])
+    os.utime(file, ns=(mtime, mtime))
+    assert first == same != preprocess_data.plan(arguments, encoder)
+
+
+def test_the_byte_order_mark_of_a_text_file_is_no_text(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("w1", encoding="utf-8-sig")
+    assert [rows for _, rows in preprocess_data.read(tmp_path / "a.txt")] == [[(f"{tmp_path}/a.txt", {"text": "w1"})]]
 
 
 def test_a_killed_run_continues(tmp_path: Path, tokenizer: Path):
