@@ -16,7 +16,7 @@ from ..config import iterations
 from ..config.hf_keys import EXPERT_ALIASES
 from ..config.model import ModelConfig
 from ..config.quantization import EXPORT_BLOCK
-from ..config.source import read_json
+from ..config.source import read_json, require_outside
 from . import hf, sharded
 from .chunks import Chunk, ChunkTable, Piece, cut
 from .files import check_side_files, copy_side_files, write_durably
@@ -41,10 +41,11 @@ OTHER_SPELLINGS = {
 class Import:
     """An opened Hugging Face folder about to become `folder`/iter_0000000.
 
-    Raises: ValueError if `folder` already holds checkpoints.
+    Raises: ValueError if `folder` already holds checkpoints, or is in the Hugging Face folder.
     """
 
     def __init__(self, checkpoint: hf.HFCheckpoint, folder: Path) -> None:
+        require_outside("--save", folder, checkpoint.folder)
         if iterations.any_saved(folder):
             found = iterations.saved(folder)
             held = f"checkpoints of iterations {', '.join(map(str, found))}" if found else iterations.LATEST_NAME

@@ -13,7 +13,16 @@ from typing import Any
 from ..config.source import require_whole
 
 UNFINISHED = ".tmp"  # the ending of a folder or file that is not yet, or no longer, whole
-WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
+WEIGHT_SUFFIXES = (
+    ".safetensors",
+    ".safetensors.index.json",
+    ".bin",
+    ".bin.index.json",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".distcp",
+)
 
 
 @contextmanager

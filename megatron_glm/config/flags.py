@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import itertools
 import os
+import re
 import sys
 import time
 import typing
@@ -31,7 +32,7 @@ from . import (
 )
 from .iterations import iteration_folder, start
 from .model import SHAPE_FIELDS
-from .source import require_model
+from .source import require_model, require_outside
 
 DataSection = type[DataConfig] | type[PretrainDataConfig]
 
@@ -73,7 +74,15 @@ OTHER_SCRIPT = {
     PretrainDataConfig: (DataConfig, "finetune_glm.py"),
 }
 PLAN_FLAGS = ("dry_run", "nnodes", "nproc_per_node", "gpu_memory_gb")
-NOT_OVERRIDABLE = {"indexer_types", "mlp_layer_types", "dtype", "pad_token_id", "eos_token_id"}
+NOT_OVERRIDABLE = {
+    "indexer_types",
+    "mlp_layer_types",
+    "latent_norm_eps",
+    "indexer_norm_eps",
+    "dtype",
+    "pad_token_id",
+    "eos_token_id",
+}
 
 
 def refuse(message: str) -> NoReturn:
@@ -93,6 +102,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         refuse(message)
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """argparse's, but no value is empty: as a path, `--save "$SAVE"` without the variable is the current folder."""
+        words = list(sys.argv[1:] if args is None else args)
+        for before, word in zip(["", *words], words, strict=False):
+            if not word.strip() or re.fullmatch("--[^=]+=", word):
+                self.error(f"the value of {word.rstrip('=').strip() or before} is empty")
+        return super().parse_known_args(words, namespace)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         parsed, unknown = self.parse_known_args(args, namespace)
@@ -266,6 +283,8 @@ def resolve(flags: argparse.Namespace, data: DataSection = DataConfig) -> RunCon
     candidates = [Path(folder) for folder in (weights, source) if folder]
     candidates += [checkpoint / "hf"] if checkpoint else []
     hf_folder = next((str(folder) for folder in candidates if folder.is_dir()), None)
+    if hf_folder is not None and sections["checkpoint"].save is not None:
+        require_outside("--save", Path(sections["checkpoint"].save), Path(hf_folder))
     return RunConfig(model=model, hf_folder=hf_folder, **sections)
 
 

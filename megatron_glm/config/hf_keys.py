@@ -33,6 +33,8 @@ SERVED_IF_GIVEN: dict[str, Any] = {
     "is_decoder": False,
     "is_encoder_decoder": False,
     "moe_layer_freq": 1,
+    "latent_norm_eps": 1e-6,  # both are constants of transformers, which reads neither key
+    "indexer_norm_eps": 1e-6,
     "moe_router_dtype": "float32",
     "output_router_logits": False,
     "partial_rotary_factor": 1.0,  # the rotary dimensions are qk_rope_head_dim, and all of them turn

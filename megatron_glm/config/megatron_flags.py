@@ -174,6 +174,8 @@ VALUES = {
     "--moe-token-dispatcher-type": {"flex": "--moe-token-dispatcher-type alltoall, or hybrid over several nodes"},
     "--lr-decay-style": {"inverse-square-root": "--lr-decay-style cosine, linear, constant or WSD"},
     "--eval-iters": {"0": "leave --eval-iters and the validation data out"},
+    "--packing": dict.fromkeys(("true", "True"), "--packing best-fit")
+    | dict.fromkeys(("false", "False"), "--packing none"),
 }
 
 # Refused, and why.
@@ -298,6 +300,7 @@ FAMILIES = {
     "--rl-": "there is no reinforcement learning",
     "--grpo-": "there is no reinforcement learning",
     "--rollout-": "there is no reinforcement learning",
+    "--log-probs-": "there is no reinforcement learning",
     "--inference-": "nothing is served here; tools/convert_hf.py --to-hf exports for an inference engine",
     "--straggler-": TIMED,
     "--one-logger-": "--wandb-project and --tensorboard-dir are the trackers",

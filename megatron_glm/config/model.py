@@ -58,8 +58,8 @@ class ModelConfig:
     norm_topk_prob: bool = True
     routed_scaling_factor: float = 2.5
     rms_norm_eps: float = 1e-5
-    latent_norm_eps: float = 1e-6  # q_a and kv_a norms; in no released config, this is what transformers computes
-    indexer_norm_eps: float = 1e-6  # LayerNorm of the index key; in no released config either
+    latent_norm_eps: float = 1e-6  # q_a and kv_a norms
+    indexer_norm_eps: float = 1e-6  # LayerNorm of the index key
     max_position_embeddings: int = 202752
     initializer_range: float = 0.02
     num_nextn_predict_layers: int = 0

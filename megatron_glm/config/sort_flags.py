@@ -21,6 +21,10 @@ ACCEPTED, ALWAYS_SO = "accepted", "always so here, accepted"
 WITH_MODEL = "compared with the model"  # once it is known
 OTHER_NAME, FIXED, ABSENT_HERE, UNKNOWN = "another name here", "fixed by the model", "not here", "unknown"
 REFUSED = (OTHER_NAME, FIXED, ABSENT_HERE, UNKNOWN)
+FALSE = ("false", "False", "0")
+
+
+SECTION = re.compile(r"(training|optimizer|lr_scheduler|parallelism|checkpoint|metrics)\.")  # of torchtitan's flags
 
 
 class Flag(NamedTuple):
@@ -39,7 +43,7 @@ class Flag(NamedTuple):
 
     @property
     def name(self) -> str:
-        return "--" + self.word[2:].replace("_", "-").lower()
+        return "--" + SECTION.sub("", self.word[2:]).replace("_", "-").lower()
 
     def __str__(self) -> str:
         return " ".join((self.word, *self.values))
@@ -79,7 +83,9 @@ def verdict(flag: Flag, known: Known) -> Verdict:
     if flag.word in known.takes_value:
         return _own(flag, known)
     if name in known.takes_value:
-        return Verdict(flag, OTHER_NAME, " ".join((name, *flag.values)))
+        own = _own(Flag((name, *flag.values)), known)
+        text = own.text or str(own.flag)
+        return Verdict(flag, OTHER_NAME if own.kind == ACCEPTED else own.kind, text)
     if name in known.elsewhere:
         return Verdict(flag, ABSENT_HERE, NOT_HERE.get(name, f"a flag of {known.elsewhere[name]}"))
     if name in ALWAYS:
@@ -87,6 +93,8 @@ def verdict(flag: Flag, known: Known) -> Verdict:
     if name in OF_MODEL:
         return Verdict(flag, WITH_MODEL)
     if (text := RENAMED.get(name) or SYNONYMS.get(name)) is not None:
+        if value in FALSE and "{}" not in text:
+            return Verdict(flag, ABSENT_HERE, "leave it out")
         return Verdict(flag, OTHER_NAME, text.format(value))
     if (text := NOT_HERE.get(name) or ABSENT.get(name)) is not None:
         return Verdict(flag, ABSENT_HERE, text)
@@ -105,20 +113,20 @@ def _own(flag: Flag, known: Known) -> Verdict:
         return Verdict(flag, OTHER_NAME, text)
     if not known.takes_value[flag.word] and value in ("true", "True", "1"):
         return Verdict(flag, OTHER_NAME, f"{flag.word}, which takes no value")
-    if not known.takes_value[flag.word] and value in ("false", "False", "0"):
+    if not known.takes_value[flag.word] and value in FALSE:
         return Verdict(flag, ABSENT_HERE, "it takes no value: leave it out")
     return Verdict(flag, ACCEPTED)
 
 
 def _always(flag: Flag) -> Verdict:
     served = ALWAYS[flag.name]
-    if served == ANY or (served == () and flag.values in ((), ("true",), ("True",))):
-        return Verdict(flag, ALWAYS_SO)
     if served == ():
+        if flag.values in ((), ("true",), ("True",)):
+            return Verdict(flag, ALWAYS_SO)
         return Verdict(flag, ABSENT_HERE, "it is so in every run and takes no value")
-    if len(flag.values) == 1 and any(_same(flag.values[0], each) for each in served):
+    if len(flag.values) == 1 and (served == ANY or any(_same(flag.values[0], each) for each in served)):
         return Verdict(flag, ALWAYS_SO)
-    return Verdict(flag, ABSENT_HERE, f"always {' or '.join(served)} here")
+    return Verdict(flag, ABSENT_HERE, "it takes one value" if served == ANY else f"always {' or '.join(served)} here")
 
 
 def _same(value: str, served: str) -> bool:

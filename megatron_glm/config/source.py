@@ -62,6 +62,12 @@ def require_folder(folder: Path) -> None:
         raise ValueError(f"{folder} {'is no folder' if folder.exists() else 'does not exist'}{describe(folder)}")
 
 
+def require_outside(flag: str, target: Path, folder: Path) -> None:
+    """Raises ValueError if `target` is in the Hugging Face folder, whose files each checkpoint copies."""
+    if folder.resolve() in (target.resolve(), *target.resolve().parents):
+        raise ValueError(f"{flag} {target} is in {folder}, the folder of the model: choose one outside")
+
+
 def describe(source: str | Path) -> str:
     """What a path is that lacks a model's files, as the end of a message; empty if nothing is known of it."""
     path = Path(source)

@@ -52,7 +52,8 @@ NAMES = {
     "--eval-interval {}": "eval-steps eval-freq eval-every val-interval val-check-interval test-freq val-freq",
     "--eval-iters, which is {} / --global-batch-size": "max-eval-samples",
     "--eval-iters {}": "limit-val-batches eval-max-steps max-eval-steps",
-    "--eval-only": "do-eval evaluate-only val-only",
+    "--valid-data-path FILE (beside training), or --eval-only": "do-eval",
+    "--eval-only": "evaluate-only val-only",
     "--log-interval {}": "logging-steps log-steps log-every log-freq log-every-n-steps logging-interval print-freq",
     "--tensorboard-dir {}": "logging-dir log-dir tb-dir tensorboard-path",
     "--tensorboard-dir DIR, --wandb-project NAME or --log-file FILE": "report-to log-with logger loggers tracker",
@@ -75,11 +76,12 @@ NAMES = {
     "--overlong truncate or split": "truncation truncation-strategy overflow",
     "--recompute-granularity full or selective": "gradient-checkpointing activation-checkpointing "
     "use-gradient-checkpointing gradient-checkpointing-kwargs grad-checkpoint checkpoint-activations ac-mode",
-    "--bf16": "bfloat16 precision dtype torch-dtype mixed-precision amp param-dtype model-dtype",
+    "--bf16, or nothing: fp32": "bfloat16 precision dtype torch-dtype mixed-precision amp param-dtype model-dtype",
     "--attention-backend cudnn or tilelang": "flash-attn flash-attention attn-implementation use-flash-attention "
     "use-flash-attn-2 use-flash-attention-2 attn-impl attn-backend",
     "--seed {}": "data-seed random-seed rng-seed",
     "--on-nan skip": "skip-nan ignore-nan",
+    "--distributed-timeout-minutes, which is {} / 60": "ddp-timeout nccl-timeout",
     "--tensor-model-parallel-size {} (with --sequence-parallel)": "tp tp-size tensor-parallel-size tensor-parallel "
     "tensor-parallel-degree tp-degree model-parallel-size tensor-model-parallel",
     "--pipeline-model-parallel-size {}": "pp pp-size pipeline-parallel-size pipeline-parallel pipeline-parallel-degree "

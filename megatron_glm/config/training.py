@@ -45,6 +45,8 @@ class OptimizerConfig(Section):
         for name in ("lr", "min_lr", "weight_decay", "adam_eps", "clip_grad", "moe_router_bias_update_rate"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{flag_name(name)} is {getattr(self, name)}; it must not be negative")
+        if not self.adam_eps:
+            raise ValueError("--adam-eps is 0.0; it must be above 0: a weight without gradient would become 0/0")
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{flag_name(name)} is {getattr(self, name)}; it must be in [0, 1)")

@@ -15,6 +15,7 @@ import torch
 
 from megatron_glm.checkpoint import convert, hf, sharded
 from megatron_glm.checkpoint.output import Run
+from megatron_glm.config.flags import parse
 from tests import hf_folder
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "convert_hf.py"
@@ -243,6 +244,17 @@ def test_existing_targets_are_not_overwritten(tmp_path: Path, monkeypatch, capsy
     assert f"{tmp_path / 'ckpt'} already holds checkpoints of iterations 0: choose" in errors
     assert f"{tmp_path / 'hf'} already exists" in errors
     assert sorted(path.stat().st_mtime_ns for path in (tmp_path / "ckpt").rglob("*")) == before
+
+
+def test_no_checkpoint_is_written_into_the_folder_of_the_model(tmp_path: Path, monkeypatch, capsys):
+    """Each save copies that folder's files, and so all earlier saves in it."""
+    hf_folder.make_folder(folder := tmp_path / "hf")
+    assert tool(monkeypatch, "--from-hf", folder, "--save", folder / "run") == 1
+    with pytest.raises(SystemExit):
+        parse(f"--load-hf {folder} --save {folder} --data-path rows --train-iters 1".split())
+    for save, line in zip((folder / "run", folder), capsys.readouterr().err.splitlines(), strict=True):
+        assert line.startswith(f"error: --save {save} is in {folder}, the folder of the model")
+    assert not (folder / "run").exists()
 
 
 def test_tensors_that_the_config_does_not_know_are_not_lost_silently(tmp_path: Path):

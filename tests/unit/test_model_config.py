@@ -106,8 +106,6 @@ def test_to_hf_is_read_back_equal(tmp_path):
     irregular = replace(
         small_config(num_hidden_layers=5, indexer_types=("full", "full", "shared", "shared", "full")),
         norm_topk_prob=False,
-        latent_norm_eps=1e-5,
-        indexer_norm_eps=1e-4,
         num_nextn_predict_layers=2,
         pad_token_id=3,
         eos_token_id=(1, 2),
