@@ -123,7 +123,8 @@ def _number(name: str, default: int | None = None, least: int = 0) -> int:
 
 
 def _slurm_tasks() -> int:
-    return _number("SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in os.environ else "SLURM_NTASKS", 1, least=1)
+    name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in os.environ else "SLURM_NTASKS"
+    return _number(name, None if _started_by_srun() else 1, least=1)  # else each task would be a run of its own
 
 
 def _step() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -61,8 +62,8 @@ def inspect(folder: Path, data: bool, show: Callable[[str], object]) -> None:
     config = ModelConfig.from_hf(folder / "config.json")
     _show_model(config, show)
     _show_stored(reader, show)
-    state = folder / "state.json"
-    show(f"state        {state.read_text(errors='replace') if state.is_file() else 'missing'}")
+    there = (folder / "state.json").is_file()
+    show(f"state        {json.dumps(sharded.state_of(folder), indent=2) if there else 'missing'}")
     faults = list(_faults(reader, config, data))
     if faults:
         more = f"; and {len(faults) - SHOWN_FAULTS} more" if len(faults) > SHOWN_FAULTS else ""

@@ -53,6 +53,7 @@ from .index import Places
 from .merge import Moves
 
 FILE_BYTES = 512 << 20  # one file of a writer is synced while the next is written
+CHECKSUM = "crc32"  # in state.json, of all the rest
 CHECKED_BYTES = 16 << 20  # a chunk of which a part is read is read whole up to here, so that its checksum shows
 
 T, R = TypeVar("T"), TypeVar("R")
@@ -72,7 +73,13 @@ def state_of(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{file} is missing or damaged: {error}") from error
     if not isinstance(state, dict):
         raise ValueError(f"{file} is damaged: it holds a JSON {type(state).__name__}, not an object")
+    if state.pop(CHECKSUM, None) not in (None, _checksum(state)):  # earlier versions wrote none
+        raise ValueError(f"{file} is damaged: its checksum does not match")
     return state
+
+
+def _checksum(state: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(state, sort_keys=True).encode())
 
 
 def remove_unfinished(folder: Path) -> None:
@@ -210,7 +217,7 @@ def write_metadata(
     chunks.require_whole()
     write_durably(folder / index.NAME, index.Index(chunks, places).to_bytes())
     write_durably(folder / "config.json", json.dumps(config.to_hf(), indent=2).encode())
-    write_durably(folder / "state.json", json.dumps(state, indent=2).encode())
+    write_durably(folder / "state.json", json.dumps(state | {CHECKSUM: _checksum(state)}, indent=2).encode())
     if hf_files is not None:
         copy_side_files(hf_files, folder / "hf")
 

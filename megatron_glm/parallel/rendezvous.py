@@ -101,7 +101,9 @@ class Start:
     def _connect(self) -> dist.TCPStore:
         here, by_agent = self.here, os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         serves = here.rank == 0 and not by_agent
-        if not serves:
+        if serves:
+            self._require_address()
+        else:
             self._wait_for_port()
         limit = timedelta(seconds=max(1.0, min(ANSWER_WITHIN, self.deadline - time.monotonic())))
         try:
@@ -119,6 +121,16 @@ class Start:
             ) from error
         store.set_timeout(self.timeout)
         return store
+
+    def _require_address(self) -> None:
+        """Of rank 0, which would try for 30 s and say little."""
+        try:
+            socket.getaddrinfo(self.here.address, self.here.port)
+        except OSError as error:
+            raise ValueError(
+                f"MASTER_ADDR {self.here.address} is no known host ({error.strerror}): set it to the name or address "
+                f"of rank 0's node, which is {socket.gethostname()}"
+            ) from error
 
     def _wait_for_port(self) -> None:
         reason = ""

@@ -109,6 +109,7 @@ class Saver:
         self.wait()
         self.saved = progress.iteration
         state = {
+            "iteration": progress.iteration,
             "consumed_samples": progress.consumed_samples,
             "run_id": progress.run_id,
             "optimizer_steps": self.optimizer.steps,
@@ -284,8 +285,11 @@ def start_of_run(config: RunConfig) -> Progress:
 
 
 def run_state(folder: Path, iteration: int) -> dict[str, Any]:
-    """The state that `Saver.save` wrote. Raises ValueError if it is not that."""
+    """The state that `Saver.save` wrote. Raises ValueError if it is not that, or that of another iteration."""
     state = sharded.read_state(folder, iteration)
+    if (was := state.get("iteration", iteration)) != iteration:  # earlier versions did not write it
+        named = sharded.iteration_folder(folder, iteration)
+        raise ValueError(f"{named} was renamed: it holds iteration {was}, as its state.json says")
     for name, kind in {"consumed_samples": int, "run_id": str, "optimizer_steps": int}.items():
         if not isinstance(value := state.get(name), kind):
             file = sharded.iteration_folder(folder, iteration) / "state.json"

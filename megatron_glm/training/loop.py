@@ -62,6 +62,7 @@ def train(
             heartbeat.begin_step(progress.iteration + 1)
             start = time.perf_counter()
             batches = next(steps)
+            heartbeat.beat()  # ahead of a rank that still waits for its data
             counts = count(config, groups, batches, requests(config, saver, groups, progress.iteration > first))
             signals.all_train()
             if counts.requests.save_failed:
@@ -129,7 +130,7 @@ def requests(config: RunConfig, saver: Saver, groups: ParallelGroups, trained: b
     looks = save is not None and trained and groups.gloo_world.rank() == 0
     return Requests.of_signals(
         saving=saver.saving,
-        save_now=looks and (saver.folder / SAVE_NOW).exists(),
+        save_now=looks and (saver.folder / SAVE_NOW).is_file(),
         time_up=time_is_up(config),
         save_failed=saver.failed,
     )

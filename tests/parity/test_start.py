@@ -134,6 +134,11 @@ def test_a_rank_without_a_first_one_says_where_it_waits(processes):
     assert f"rank 0 at localhost:{processes.port} (MASTER_ADDR, MASTER_PORT), which does not answer" in text
 
 
+def test_an_address_that_is_no_host_is_refused_at_once(processes):
+    kind, said = processes.result(processes.start(0, MASTER_ADDR="no-such-host.invalid"))
+    assert kind == "ValueError" and said.startswith("MASTER_ADDR no-such-host.invalid is no known host")
+
+
 def compared() -> list[tuple[str, bool]]:
     """Messages of facts that differ, and whether this rank leaves printing to another."""
     from megatron_glm.training.agreement import require_same

@@ -332,7 +332,14 @@ def test_metadata_of_another_iteration_is_noticed(tmp_path: Path):
 def test_a_damaged_state_is_named(tmp_path: Path):
     save(tmp_path, layout(0, [], tensors()))
     file = tmp_path / "iter_0000004" / "state.json"
-    file.write_bytes(file.read_bytes()[:-3])
+    whole = file.read_bytes()
+    assert sharded.read_state(tmp_path, 4) == {"consumed": 12}
+    file.write_bytes(whole.replace(b"12", b"13", 1))
+    with pytest.raises(ValueError, match=f"{file} is damaged: its checksum"):
+        sharded.read_state(tmp_path, 4)
+    file.write_text('{"consumed": 12}')  # as earlier versions wrote it
+    assert sharded.read_state(tmp_path, 4) == {"consumed": 12}
+    file.write_bytes(whole[:-3])
     with pytest.raises(ValueError, match=str(file)):
         sharded.read_state(tmp_path, 4)
     file.write_text("[]")

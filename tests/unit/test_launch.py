@@ -102,9 +102,11 @@ def test_what_is_missing_or_wrong_is_named_with_the_remedy(start, environment, w
     assert "\n" not in str(error.value)
 
 
-def test_a_missing_slurm_variable_is_named(start):
-    without = {name: value for name, value in SRUN.items() if name != "SLURM_LOCALID"}
-    with pytest.raises(ValueError, match="SLURM_LOCALID is not set: start with srun"):
+@pytest.mark.parametrize("missing", ["SLURM_LOCALID", "SLURM_NTASKS"])
+def test_a_missing_slurm_variable_is_named(start, missing):
+    """Without the number of tasks each would be a run of its own, all with one --save."""
+    without = {name: value for name, value in SRUN.items() if name != missing}
+    with pytest.raises(ValueError, match=f"{missing} is not set: start with srun"):
         start(without | MASTER)
 
 

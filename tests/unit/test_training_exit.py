@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_glm import signals
+from megatron_glm import heartbeat, signals
 from megatron_glm.checkpoint import sharded
 from megatron_glm.config.model import ModelConfig
 from megatron_glm.parallel.shard import Rectangle
@@ -148,6 +148,12 @@ def test_a_save_that_was_asked_for_before_the_first_step_comes_after_it(run):
     assert saved("out") == [1, 3] and not Path("out/save-now").exists()
 
 
+def test_a_folder_of_that_name_ends_no_run(run):
+    Path("out/save-now").mkdir(parents=True)
+    run(train_iters=2, save="out")
+    assert saved("out") == [2]
+
+
 def test_garbage_is_collected_between_steps_only(run, monkeypatch):
     collected = []
     monkeypatch.setattr(loop.gc, "collect", lambda: collected.append(loop.gc.isenabled()))
@@ -274,6 +280,19 @@ def test_no_load_optim_goes_on_with_fresh_moments(run):
     torch.testing.assert_close((first / 0.1).square() * 0.001, second)
 
 
+def test_a_rank_that_has_its_data_is_ahead_of_one_that_waits(run, monkeypatch):
+    """The watchdog calls those behind that have fewest beats in the step; one that waits has that of its begin."""
+    requests, beats = loop.requests, []
+
+    def noted(*args):
+        beats.append(heartbeat.beats - heartbeat.before_step)
+        return requests(*args)
+
+    monkeypatch.setattr(loop, "requests", noted)
+    run(train_iters=2)
+    assert beats == [2, 2]
+
+
 def test_a_state_that_no_run_has_written_is_named(tmp_path):
     state = {"consumed_samples": 4, "run_id": "0", "optimizer_steps": 2}
     (tmp_path / "iter_0000002").mkdir()
@@ -281,6 +300,9 @@ def test_a_state_that_no_run_has_written_is_named(tmp_path):
         (tmp_path / "iter_0000002" / "state.json").write_text(json.dumps(damaged))
         with pytest.raises(ValueError, match="iter_0000002/state.json is damaged: its consumed_samples is "):
             checkpointing.run_state(tmp_path, 2)
+    (tmp_path / "iter_0000002" / "state.json").write_text(json.dumps(state | {"iteration": 3}))
+    with pytest.raises(ValueError, match="iter_0000002 was renamed: it holds iteration 3"):
+        checkpointing.run_state(tmp_path, 2)
 
 
 def test_weights_stay_fp32_in_a_bf16_run(run):
