@@ -67,7 +67,11 @@ class Notes:
         """
         ignored = self.ignored.difference(needed)
         self.unused |= ignored & fields.keys()
-        return {key: value for key, value in fields.items() if key not in ignored and not _is_null(value)}
+        return {
+            key: value
+            for key, value in fields.items()
+            if value is not None and key not in ignored and (key in needed or not _only_nulls(value))
+        }
 
     def columns_not_used(self, row: dict, used: Iterable[str]) -> None:
         """Notes the columns of a row that were not read; refuses those that would change what is trained."""
@@ -99,8 +103,8 @@ class Notes:
             )
 
 
-def _is_null(value: Any) -> bool:
-    return value is None or (isinstance(value, dict) and bool(value) and all(item is None for item in value.values()))
+def _only_nulls(value: Any) -> bool:
+    return isinstance(value, dict) and bool(value) and all(item is None for item in value.values())
 
 
 def without_nulls(value: Any) -> Any:

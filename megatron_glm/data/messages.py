@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from .chat import ChatTemplate
+from .chat import THINK_TAGS, ChatTemplate
 from .keys import Notes, is_switch, switched_on, without_nulls
 
 ROLES = {
@@ -176,8 +176,10 @@ class _Message:
         for key, value in given.items():
             if not isinstance(value, str):
                 raise ValueError(f"{self.where}.{key} must be a string, got {value!r:.80}")
-            if "</think>" in str(self.fields.get("content")):
-                raise ValueError(f"{self.where} has thinking as {key} and in its content: keep one")
+            if THINK_TAGS.search(value) or "</think>" in str(self.fields.get("content")):
+                raise ValueError(
+                    f"{self.where} has thinking as {key}, and <think> tags: leave these out, or keep all in content"
+                )
         if len(set(given.values())) > 1:
             raise ValueError(f"{self.where} has {' and '.join(given)}, which differ: keep one")
         return {"reasoning_content": next(iter(given.values()))} if given else {}

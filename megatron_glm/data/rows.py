@@ -226,7 +226,8 @@ class RowReader:
                 raise ValueError("the row has both tools and functions: keep one")
             tools = functions_as_tools(row["functions"])
         if row.get("system"):
-            if any(isinstance(each, dict) and "system" in (each.get("role"), each.get("from")) for each in messages):
+            roles = [each.get("role", each.get("from")) for each in messages if isinstance(each, dict)]
+            if "system" in roles or "developer" in roles:
                 raise ValueError("the row has a column system and a message of the role system: keep one")
             messages = [{"role": "system", "content": _string(row, "system")}, *messages]
             first_trained += 1

@@ -205,8 +205,10 @@ REFUSED = [
     ({"instruction": "a", "response": "b", "text": "a b"}, "a text, and instruction and response: convert"),
     (
         chat(HI, GOOD | {"content": "<think>why</think>g", "reasoning": "why"}),
-        r"messages\[1\] has thinking as reasoning and in its content: keep one",
+        r"messages\[1\] has thinking as reasoning, and <think> tags",
     ),
+    (chat(HI, GOOD | {"thinking": "<think>why</think>"}), r"messages\[1\] has thinking as thinking, and <think> tags"),
+    (chat({"role": "developer", "content": "t"}, HI, GOOD, system="s"), "a column system and a message of the role"),
     (
         chat(HI, TWO_CALLS, *({"role": "tool", "content": "r", "tool_call_id": i} for i in "ba"), GOOD),
         r"messages\[2\] answers the call 'b', but 'a' was called before it",
@@ -253,6 +255,8 @@ def test_null_members_are_no_members(folder: Path):
         ("rows:1", True)
     ]
     whole, _ = text_and_target(folder, chat(HI, CALLING | {"tool_calls": [call]}, tools=[tool]))
+    tokenised = tokenise(folder, chat(HI, CALLING | {"tool_calls": [{"name": "f", "arguments": {"x": None}}]}))
+    assert len(tokenised.report.warnings) == 1
     assert "null" not in whole and '"parameters": {}' in whole and "<arg_value>{}</arg_value>" in whole
     call = {"function": {"name": "look", "arguments": '{"x": null}'}}
     assert "<arg_value>null</arg_value>" in text_and_target(folder, chat(HI, CALLING | {"tool_calls": [call]}))[1]
