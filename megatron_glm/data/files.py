@@ -24,7 +24,7 @@ NOT_ROWS = ("state.json", "dataset_info.json", "dataset_infos.json", "dataset_di
 
 CACHE_FOLDER = "index_cache"  # what a run has made of the data, beside them
 
-RawRow = bytes | dict
+RawRow = Any  # bytes: a line of JSON, not yet decoded
 
 
 def file_format(path: Path) -> tuple[str, str]:
@@ -149,10 +149,17 @@ def _json_rows(file: io.BufferedReader) -> list[RawRow] | None:
     if not start.startswith(b"["):
         return None
     try:
-        rows = json.load(file)
+        return json.load(file, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"cannot read {file.raw.name}: it begins as an array of rows, but {error}") from error
-    return [row if isinstance(row, dict) else json.dumps(row).encode() for row in rows]
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+        raise ValueError(f"the key {twice!r} stands twice in one object")
+    return found
 
 
 def _pyarrow(path: Path) -> Any:
@@ -207,7 +214,7 @@ def _column_rows(path: Path) -> Iterator[dict]:
 def decode_row(raw: RawRow) -> dict:
     """A row that read_rows yields, without the keys that are null; raises ValueError if it is no JSON object."""
     try:
-        row = raw if isinstance(raw, dict) else json.loads(raw.decode("utf-8-sig"))
+        row = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_object) if isinstance(raw, bytes) else raw
     except RecursionError as error:
         raise ValueError("the line is nested too deep for JSON") from error
     if not isinstance(row, dict):

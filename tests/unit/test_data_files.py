@@ -66,6 +66,11 @@ def test_every_format_has_the_same_rows(tmp_path: Path, name: str):
     assert rows[1][0] == (f"{path} row 2" if name.endswith((".parquet", ".arrow", "array.json")) else f"{path}:2")
 
 
+def test_a_key_that_stands_twice():
+    with pytest.raises(ValueError, match="the key 'content' stands twice in one object"):
+        decode_row(b'{"messages": [{"role": "user", "content": "a", "content": "b"}]}')
+
+
 def test_a_folder_that_save_to_disk_wrote(tmp_path: Path):
     folder = saved_to_disk(tmp_path / "set")
     report = RowReport()
@@ -113,6 +118,11 @@ def test_what_is_passed_over_is_named(tmp_path: Path):
         ("a.jsonl.gz", b"no gzip", "cannot read .*a.jsonl.gz"),
         ("a.jsonl.gz", gzip.compress(LINES)[:-9], "cannot read .*a.jsonl.gz"),
         ("a.jsonl.zst", b"no zstd", "cannot read .*a.jsonl.zst"),
+        (
+            "a.json",
+            b'[{"text": "a", "text": "b"}]',
+            "cannot read .*a.json: .* the key 'text' stands twice in one object",
+        ),
         ("a.json", b'[{"text": "a"}', "cannot read .*a.json: it begins as an array of rows, but"),
         ("a.arrow", b"no arrow", "cannot read .*a.arrow"),
     ],
