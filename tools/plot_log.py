@@ -43,6 +43,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 
     Raises: ValueError naming file and line, OSError.
     """
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: name the file that --log-file wrote")
     records = {}
     lines = path.read_bytes().splitlines(keepends=True)
     for number, line in enumerate(lines, 1):

@@ -33,6 +33,7 @@ from . import (
 from .iterations import iteration_folder, start
 from .model import SHAPE_FIELDS
 from .source import require_model, require_outside
+from .trainer_flags import ABSENT
 
 DataSection = type[DataConfig] | type[PretrainDataConfig]
 
@@ -112,14 +113,23 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        parsed, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            word = unknown[0].split("=")[0]
-            if not word.startswith("--"):
-                self.error(f"unexpected argument {word}")
-            near = sort_flags.nearest(word, self.takes_value)
-            self.error(f"unknown flag {word}" + (f"; did you mean {near}?" if near else ""))
+        words = list(sys.argv[1:] if args is None else args)
+        if self._subparsers is None:  # else a command has flags of its own
+            # first, as argparse would name the required flags that a misspelled one leaves missing
+            flags = [word for word in words if word.startswith("--") and word != "--"]
+            self._refuse_unknown([word for word in flags if word.split("=")[0] not in self.takes_value])
+        parsed, unknown = self.parse_known_args(words, namespace)
+        self._refuse_unknown(unknown)
         return parsed
+
+    def _refuse_unknown(self, words: Sequence[str]) -> None:
+        if not words:
+            return
+        word = words[0].split("=")[0]
+        if not word.startswith("--"):
+            self.error(f"unexpected argument {word}")
+        near = sort_flags.nearest(word, self.takes_value)
+        self.error(f"unknown flag {word}" + (f"; did you mean {near}?" if near else ""))
 
     @property
     def takes_value(self) -> dict[str, bool]:
@@ -159,7 +169,9 @@ class RunParser(Parser):
         if error:
             self.error(error)
         if unread:
-            self.error(f"unexpected argument {unread[0]}" + ("; write --FLAG VALUE" if "=" in unread[0] else ""))
+            file = unread[0].endswith((".yaml", ".yml", ".json", ".toml"))
+            hint = "write --FLAG VALUE" if "=" in unread[0] else ABSENT["--config"] if file else ""
+            self.error(f"unexpected argument {unread[0]}" + (f"; {hint}" if hint else ""))
         if "no_document_mask" in parsed and (apart := given & DOCUMENTS_APART):
             self.error(f"{min(apart)} and --no-document-mask contradict each other: give one")
         parsed.always_so = [each.flag.word for each in verdicts if each.kind == sort_flags.ALWAYS_SO]

@@ -19,7 +19,7 @@ OTHER_CHECKPOINTS = {
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 # owner/name, also as an address; pathlib makes one slash of two
 HUB_ADDRESS = re.compile(
-    r"(?:hf:/+|https?:/+(?:www\.)?(?:huggingface\.co|hf\.co)/)?([\w.-]+/[\w.-]+?)(?:/|/tree/.*|@.*)?"
+    r"(?:hf:/+|https?:/+(?:www\.)?(?:huggingface\.co|hf\.co)/)?(?:datasets/)?([\w.-]+/[\w.-]+?)(?:/|/tree/.*|@.*)?"
 )
 
 
@@ -89,14 +89,15 @@ def describe(source: str | Path) -> str:
     return ""
 
 
-def download_hint(source: str | Path) -> str:
-    """`; if it is …: hf download …` where a path that does not exist may be the name of a model of the hub."""
+def download_hint(source: str | Path, data: bool = False) -> str:
+    """`; if it is …: hf download …` where a path that does not exist may name a model, or a data set, of the hub."""
     match = HUB_ADDRESS.fullmatch(str(source))
     if match is None or str(source).startswith(".") or Path(source).parent.is_dir():
         return ""
     name = match[1]
-    command = f"hf download {name} --local-dir hf/{name.split('/')[1]}"
-    return f"; if it is a model of the Hugging Face hub, download it first: {command}"
+    what, options, folder = ("data set", "--repo-type dataset ", "data") if data else ("model", "", "hf")
+    command = f"hf download {name} {options}--local-dir {folder}/{name.split('/')[1]}"
+    return f"; if it is a {what} of the Hugging Face hub, download it first: {command}"
 
 
 def require_content(path: Path) -> Path:

@@ -195,8 +195,8 @@ class TrainConfig(Section):
         lengths = {name: getattr(self, name) for name in ("train_iters", "train_epochs", "train_samples")}
         given = [name for name, length in lengths.items() if length is not None]
         if len(given) > 1 or not (given or self.eval_only):
-            values = ", ".join(f"{flag_name(name)} ({length})" for name, length in lengths.items())
-            raise ValueError(f"give one of {values}")
+            got = " and ".join(f"{flag_name(name)} ({lengths[name]})" for name in given) or "none"
+            raise ValueError(f"give one of {', '.join(map(flag_name, lengths))}, not {got}")
         first_step = (self.rampup_batch_size or (self.global_batch_size,))[0]
         if self.train_samples is not None and self.train_samples < first_step:
             flag = "--rampup-batch-size starts at" if self.rampup_batch_size else "--global-batch-size is"

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megatron_glm.config.source import download_hint
+
 from .report import RowReport
 
 LINES, COLUMNS = (".jsonl", ".ndjson", ".json"), (".parquet", ".arrow")
@@ -60,7 +62,8 @@ def find_files(
         left = [str(file) for file in candidates if not is_readable(file, suffixes)]
         if not found:
             there = f"; there: {_some(left)}" if left else ""
-            raise ValueError(f"{entry} holds or matches no file ({KNOWN}){there}: correct the path")
+            hub = "" if path.exists() or path.suffix in (*suffixes, *COMPRESSIONS) else download_hint(entry, data=True)
+            raise ValueError(f"{entry} holds or matches no file ({KNOWN}){there}: correct the path{hub}")
         if report is not None:
             report.files_left_out += left
         files += found

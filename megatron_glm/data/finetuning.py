@@ -170,7 +170,8 @@ class Packing(NamedTuple):
         losses = _count_losses(documents.targets, start, length)
         kept = losses > 0
         if not kept.any():
-            raise ValueError(f"none of the {len(lengths)} documents has a loss token within --seq-length {seq_length}")
+            whole = _count_losses(documents.targets, documents.offsets[chosen], lengths)
+            raise ValueError(_without_loss(lengths, seq_length, bool(whole.any())))
         start, length, losses = start[kept], length[kept], losses[kept]
         pack_of = np.arange(len(length))
         if packing == "best-fit":
@@ -203,6 +204,16 @@ def _drawn(count: int, share: Share) -> np.ndarray:
     if end - begin == count:
         return np.arange(count)
     return np.sort(np.random.Generator(np.random.PCG64(0)).permutation(count)[begin:end])
+
+
+def _without_loss(lengths: np.ndarray, seq_length: int, anywhere: bool) -> str:
+    """Why no document of these lengths can be trained on; `anywhere`: some have loss tokens behind seq_length."""
+    if not anywhere:
+        return f"none of the {len(lengths)} documents has a loss token: no answer in them is trained on"
+    return (
+        f"none of the {len(lengths)} documents has a loss token within --seq-length {seq_length}: they have"
+        f" {lengths.min()} to {lengths.max()} tokens; raise it, or keep what is cut off by --overlong split"
+    )
 
 
 def _count_losses(targets: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
@@ -243,6 +254,7 @@ class PackedDataset:
         if overlong not in ("truncate", "split"):
             raise ValueError(f"--overlong is {overlong!r}, expected 'truncate' or 'split'")
         self.documents, self.seq_length, self.seed = documents, seq_length, seed
+        self.pieces = "pieces " * (overlong == "split")  # which are then counted in place of documents
         self.packing = planned or Packing.plan(documents, seq_length, packing, overlong)
         self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
@@ -255,7 +267,7 @@ class PackedDataset:
         documents, overlong, dropped = self.packing.counts.tolist()
         filled = self.packing.lengths.sum(dtype=np.int64) / (self.packs_per_epoch * self.seq_length)
         return (
-            f"{documents} documents ({overlong} overlong, {dropped} without loss dropped,"
+            f"{documents} documents ({overlong} overlong, {dropped} {self.pieces}without loss dropped,"
             f" {self.documents.report.skipped} bad rows skipped) in {self.packs_per_epoch} packs of {self.seq_length}"
             f" tokens, {filled:.1%} full, {self.packing.losses.sum(dtype=np.int64)} loss tokens"
         )

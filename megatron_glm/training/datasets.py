@@ -102,9 +102,13 @@ class _RowSource:
                 paths, RowSettings.of(self.config), data.data_cache_path, self.once, self.log
             )
         documents, how = self.known[paths], (data.seq_length, data.packing, data.overlong)
-        planned = Packing.cached(documents, self.once, self.log, *how, share)
+        name += "" if share == ALL else f", {part}"
+        try:
+            planned = Packing.cached(documents, self.once, self.log, *how, share)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
         dataset = PackedDataset(documents, *how, self.config.train.seed, planned)
-        self.log(f"{name}{'' if share == ALL else f', {part}'}: {dataset.summary()}")
+        self.log(f"{name}: {dataset.summary()}")
         if new:
             self.log(documents.report.summary())
         return dataset

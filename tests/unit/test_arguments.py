@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_glm.config import PretrainDataConfig, flag_name
-from megatron_glm.config.flags import MEGATRON_NAMES, SECTIONS, build_parser, parse
+from megatron_glm.config.flags import MEGATRON_NAMES, SECTIONS, Parser, build_parser, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--hf-config", "glm5.2-tiny", "--data-path", "rows.jsonl", "--train-iters", "10", "--seq-length", "64"]
@@ -102,6 +102,14 @@ def test_unknown_flag_names_the_nearest(capsys):
     )
     assert "unknown flag --qqq\n" in refusal(capsys, "--qqq=3")
     assert "unknown flag --train-iter;" in refusal(capsys, "--train-iter", "3")  # no abbreviations
+
+
+def test_an_unknown_flag_is_named_before_a_missing_one(capsys):
+    parser = Parser()
+    parser.add_argument("--from-hf", required=True)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--form-hf", "DIR"])
+    assert capsys.readouterr().err == "error: unknown flag --form-hf; did you mean --from-hf?\n"
 
 
 def test_model_fields_are_overridden_under_megatrons_names():

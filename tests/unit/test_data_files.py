@@ -110,6 +110,12 @@ def test_what_is_passed_over_is_named(tmp_path: Path):
     (tmp_path / "only/x.csv").touch()
     with pytest.raises(ValueError, match=r"only holds or matches no file .*; there: .*only/x.csv: correct the path"):
         find_files([str(tmp_path / "only")])
+    for name in ("tatsu-lab/alpaca", "https://huggingface.co/datasets/tatsu-lab/alpaca"):
+        hint = "hf download tatsu-lab/alpaca --repo-type dataset --local-dir data/alpaca$"
+        with pytest.raises(ValueError, match=hint):
+            find_files([name])
+    with pytest.raises(ValueError, match="correct the path$"):
+        find_files(["data/tulu3.jsonl"])
 
 
 @pytest.mark.parametrize(

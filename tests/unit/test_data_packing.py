@@ -218,7 +218,11 @@ def test_documents_without_loss_are_dropped_and_counted():
     assert dataset.pack(0)[0][0].tolist() == [4, 5, 6, 7]
     assert "3 documents (1 overlong, 2 without loss dropped, 0 bad rows skipped) in 1 packs of 8" in dataset.summary()
     assert PackedDataset(documents, 8, overlong="split").loss_tokens([0]) == 2
-    with pytest.raises(ValueError, match="none of the 3 documents has a loss token within --seq-length 8"):
+    assert "2 pieces without loss dropped" in PackedDataset(documents, 8, overlong="split").summary()
+    late = Documents(documents.tokens, np.arange(18) == 17, documents.offsets)
+    with pytest.raises(ValueError, match="within --seq-length 8: they have 4 to 10 tokens; raise it, or .* split"):
+        PackedDataset(late, 8)
+    with pytest.raises(ValueError, match="none of the 3 documents has a loss token: no answer"):
         PackedDataset(Documents(documents.tokens, np.zeros(18, bool), documents.offsets), 8)
 
 

@@ -29,6 +29,11 @@ def rows(*lines: dict | str) -> None:
     )
 
 
+def answer_at_end(length: int) -> dict:
+    """A row of so many tokens, of which the last one has loss."""
+    return {"input_ids": [1] * length, "labels": [-100] * (length - 1) + [1]}
+
+
 def chat(answer: dict, question: str = "To be?") -> None:
     """train.jsonl, a chat whose answer has these keys, too; the tokenizer and the chat template in `hf`."""
     Path("hf").mkdir()
@@ -76,6 +81,7 @@ CASES: dict[str, tuple[int, dict, int, Callable[[], None] | None]] = {
     "no length of the run": (2, {}, 1, None),
     "no data there": (2, {"data_path": "data/tulu3.jsonl", "train_iters": 1}, 1, None),
     "no rows": (2, {"train_iters": 1}, 1, rows),
+    "no answer in reach": (2, {"train_iters": 1}, 1, lambda: rows(answer_at_end(30), answer_at_end(40))),
     "no tokenizer": (2, {"train_iters": 1}, 1, lambda: rows({"text": "To be"})),
     "a row of no kind": (2, {"train_iters": 1}, 1, lambda: rows({"input_ids": [1, 2]}, {"question": "To be?"})),
     "a key that nothing reads": (2, CHATS, 1, lambda: chat({"train_detail": [{"train": False}]})),

@@ -227,6 +227,7 @@ def test_plot_draws_runs_of_different_lengths(tmp_path, monkeypatch):
     Path("bad.jsonl").write_text("{}\n")
     done = plot("bad.jsonl")
     assert (done.returncode, done.stderr) == (2, "error: bad.jsonl line 1 is no record of an iteration\n")
+    assert plot("a").stderr == "error: a is a folder: name the file that --log-file wrote\n"
     assert plot("odd.jsonl", "--smooth", "0").stderr == "error: --smooth is 0; it must be at least 1\n"
     done = plot("none.jsonl")
     assert done.returncode == 1 and done.stderr.startswith("error: ") and "none.jsonl" in done.stderr

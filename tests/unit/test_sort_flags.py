@@ -141,6 +141,7 @@ def test_all_that_is_always_so_is_accepted_and_named_in_one_line(capsys):
         ("--lora_rank 8 --bf16 yes", "LoRA and other adapters are not there yet"),
         ("--eval-iters 0", "leave --eval-iters and the validation data out"),
         ("train.train_iters=10", "unexpected argument train.train_iters=10; write --FLAG VALUE"),
+        ("config.yaml", "unexpected argument config.yaml; settings are flags; "),
         ("--fp16 --lr abc", "argument --lr: invalid float value: 'abc'"),
     ],
 )
