@@ -22,6 +22,7 @@ SHAPE_FIELDS = """
     kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim index_n_heads index_head_dim n_routed_experts
     n_shared_experts
 """.split()  # of ModelConfig: weights that were made for one value fit no other
+MOST_ROWS = 2**24  # of a matrix, whose bytes then fit into 64 bits
 MOST_LAYERS = 10_000  # of a kind; far above any model, and lists of this length take no time
 
 
@@ -208,8 +209,9 @@ def _check_scalars(values: dict[str, Any], path: Path) -> None:
         kind, least = type(value), 0 if field.name == "num_nextn_predict_layers" else 1
         if field.type == "int" and (kind is not int or value < least):
             raise ValueError(f"{path}: {field.name} is {value!r}, it must be a whole number of at least {least}")
-        if field.name in ("num_hidden_layers", "num_nextn_predict_layers") and value > MOST_LAYERS:
-            raise ValueError(f"{path}: {field.name} is {value}, it must be at most {MOST_LAYERS}")
+        most = MOST_LAYERS if field.name in ("num_hidden_layers", "num_nextn_predict_layers") else MOST_ROWS
+        if field.name in (*SHAPE_FIELDS, "num_nextn_predict_layers") and value > most:
+            raise ValueError(f"{path}: {field.name} is {value}, it must be at most {most}")
         if field.type == "float" and (kind not in (int, float) or not 0 < value < math.inf):
             raise ValueError(f"{path}: {field.name} is {value!r}, it must be a positive number")
         if field.type == "bool" and kind is not bool:

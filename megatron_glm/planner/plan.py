@@ -30,6 +30,8 @@ from megatron_glm.planner.units import Unit, stage_units
 
 FP32 = 4
 GIB = 2**30
+# A plan lists all of them; up to these that takes a minute at most, and no memory to speak of.
+MOST = {"ranks": 2**17, "micro-batches x stages": 2**18, "rows of a micro-batch": 2**27}
 RESERVE = 5 * GIB  # an assumption: CUDA context and libraries, NCCL's channels of about ten groups, fragmentation
 
 
@@ -61,6 +63,10 @@ class Plan:
         config.check(world_size)
         parallel, model, length = config.parallel, config.model, config.data.seq_length
         count = config.micro_batches(parallel.data_parallel_size(world_size))
+        sizes = {"ranks": world_size, "micro-batches x stages": count * parallel.pipeline_model_parallel_size}
+        for what, number in (sizes | {"rows of a micro-batch": config.train.micro_batch_size * length}).items():
+            if number > (most := MOST[what]):
+                raise ValueError(f"too large to plan: {number:,} {what}, at most {most:,}")
         grid = check_layout(parallel, model, world_size, length, count)
         layout = build_layout(parallel, model, length, count)
         schedule = build_schedule(grid.pp, layout.chunks, count, parallel.microbatch_group_size_per_vp_stage)

@@ -52,6 +52,7 @@ REFUSED = {
     "other experts": (dict(num_experts=16), "num_experts is 16, it must equal n_routed_experts 8"),
     "local experts": (dict(num_local_experts=4), "num_local_experts is 4, it must equal n_routed_experts 8"),
     "eps of the latent norms": (dict(latent_norm_eps=1e-5), "latent_norm_eps is 1e-05, only 1e-06 is served"),
+    "a digit too many": (dict(hidden_size=10**15), "hidden_size is 1000000000000000, it must be at most 16777216"),
     "query width": (dict(qk_head_dim=99), "qk_head_dim is 99, it must equal qk_nope_head_dim + qk_rope_head_dim"),
     "every second layer": (dict(moe_layer_freq=2), "moe_layer_freq is 2, only 1 is served"),
     "router in bf16": (dict(moe_router_dtype="bfloat16"), "moe_router_dtype is 'bfloat16', only 'float32' is served"),

@@ -331,6 +331,12 @@ def test_what_no_single_change_mends_is_mended_by_several(capsys):
         (["--nnodes", "0"], ("--nnodes is 0",)),
         (["--nnodes", "32", "--gpu-memory-gb", "nan"], ("--gpu-memory-gb is nan",)),
         (["--nnodes", "32", "--gpu-memory", "80"], ("--gpu-memory",)),
+        (["--nnodes", "1000000", "--global-batch-size", "8000000"], ("8,000,000 ranks, at most 131,072",)),
+        (["--nnodes", "32", "--global-batch-size", "7999992"], ("3,999,996 micro-batches x stages, at most 262,144",)),
+        (
+            ["--nnodes", "32", "--micro-batch-size", "9999", "--global-batch-size", "79992"],
+            ("327,647,232 rows of a micro-batch, at most 134,217,728",),
+        ),
     ],
 )
 def test_an_impossible_layout_exits_with_2(flags, words, capsys):
