@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -101,7 +101,8 @@ def _handle(number: int, frame: FrameType | None) -> None:
             "interrupted" if number == signal.SIGINT else f"{signal.Signals(number).name}: nothing is lost, start again"
         )
         if _store is not None:
-            time.sleep(2 * POLL)  # the first rank keeps the store; the others must see what it holds
+            # The others must see the signal before a connection ends; the first rank, which keeps the store, goes last.
+            time.sleep((3 if is_first_rank() else 2) * POLL)
         sys.exit(_code(number))
 
 
@@ -111,7 +112,7 @@ def _watch(reader: int) -> None:
     while True:
         looks = _store is not None and not ended
         if not select.select([reader], [], [], POLL if looks else None)[0]:
-            _look_at_other_ranks()
+            ended = _look_at_other_ranks()
             continue
         number = os.read(reader, 1)[0]
         if number not in HANDLED:
@@ -123,7 +124,8 @@ def _watch(reader: int) -> None:
         if not _collecting:
             ended = True  # what is in the store from now on is this rank's own
             if _store is not None:
-                _store.set(KEY, str(number))
+                with suppress(RuntimeError):  # the first rank has left, with its store
+                    _store.set(KEY, str(number))
             timer = threading.Timer(GRACE, _end, [_code(number)])
             timer.daemon = True
             timer.start()
@@ -133,15 +135,19 @@ def _code(number: int) -> int:
     return INTERRUPTED if number == signal.SIGINT else REQUEUE
 
 
-def _look_at_other_ranks() -> None:
+def _look_at_other_ranks() -> bool:
+    """Whether this rank ends, by the signal of another."""
     global _store, _collecting
-    store = _store
     try:
-        if store is not None and not _agreeing and store.check([KEY]):
-            _store, _collecting = None, ""  # a rank that has left will never agree, and no step has been made
-            os.kill(os.getpid(), int(store.get(KEY)))
+        if _agreeing or not _store.check([KEY]):
+            return False
+        number = int(_store.get(KEY))
     except RuntimeError:  # the first rank has left, with its store
         _store = None
+        return False
+    _collecting = ""  # a rank that has left will never agree, and no step has been made
+    os.kill(os.getpid(), number)
+    return True
 
 
 def _end(code: int) -> None:

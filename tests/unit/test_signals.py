@@ -74,15 +74,20 @@ def test_a_forked_child_has_its_own_signals():
 
 
 STORE = """
+import atexit, os, shutil
 from pathlib import Path
+first = os.environ["RANK"] == "0"
 class Store:
     folder = Path(sys.argv[1])
     def clone(self): return self
     def path(self, key): return self.folder / key.replace("/", "-")
     def set(self, key, value): self.path(key).write_text(value)
     def get(self, key): return self.path(key).read_bytes()
-    def check(self, keys): return all(self.path(key).exists() for key in keys)
-signals.POLL = 0.1
+    def check(self, keys):
+        if not self.folder.exists(): raise RuntimeError("the first rank has left")
+        return all(self.path(key).exists() for key in keys)
+if first: atexit.register(shutil.rmtree, Store.folder)
+signals.POLL = 0.1 if first else 0.25
 signals.share(Store())
 print("ready", flush=True)
 """
@@ -103,7 +108,8 @@ def test_a_rank_that_is_in_the_loop_first_leaves_with_the_one_that_is_not(tmp_pa
     """Once all are there, what another has received is agreed on in the loop."""
     training = "training = signals.noted(True, 2); training.__enter__(); " + READY
     ranks = [start(BEGIN + STORE + training + "time.sleep(60)", str(tmp_path), RANK="0")]
-    ranks.append(start(BEGIN + STORE + training + "signals.all_train(); time.sleep(1); sys.exit(3)", str(tmp_path)))
+    agreeing = training + "signals.all_train(); time.sleep(1); sys.exit(3)"
+    ranks.append(start(BEGIN + STORE + agreeing, str(tmp_path), RANK="1"))
     for rank in ranks:
         assert [rank.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
     assert sent(start(BEGIN + STORE + "time.sleep(60)", str(tmp_path), RANK="2"), signal.SIGTERM) == (75, "")
