@@ -18,7 +18,7 @@ from megatron_glm.model.plan import AttentionPlan
 from megatron_glm.model.router import Router
 from megatron_glm.ops import dense_mla, indexer, sparse_mla
 from megatron_glm.ops.experts import grouped_mlp
-from megatron_glm.ops.latent import count, put_rows
+from megatron_glm.ops.rows import put_rows, row_count
 from megatron_glm.parallel.dispatch.local import LocalDispatcher
 from megatron_glm.parallel.groups import ParallelGroups
 
@@ -288,7 +288,7 @@ def _core(layer: MLA, plan: AttentionPlan, x: Tensor | None) -> Callable[[], Non
     if plan.sparse is not None and x is not None:
         select = partial(layer.indexer, x, normal(rows, layer.q_a_proj.weight.shape[0]), plan)
     elif plan.sparse is not None:
-        scored = count(plan.sparse.shard_rows)
+        scored = row_count(plan.sparse.shard_rows)
         select = partial(_select, plan, layer.backend, normal(scored, 32, 128), normal(plan.total, 128))
 
     leaves, grad = (q, kv, layer.kv_b_proj.weight), normal(rows, HEADS, layer.value)
