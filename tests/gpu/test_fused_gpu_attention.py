@@ -10,6 +10,7 @@ from megatron_glm.model.plan import AttentionPlan
 from megatron_glm.model.recompute import run_layer
 from megatron_glm.ops import latent as reference
 from megatron_glm.ops import rope as reference_rope
+from megatron_glm.ops.rows import row_count
 from tests.reference import single_chunk, small_config
 
 pytestmark = pytest.mark.gpu
@@ -149,9 +150,9 @@ def test_outputs(shape, case):
 
     heads, _, _, value, width = SHAPES[shape]
     total, rows = forms(case)
-    parts = [normal(reference.count(rows[1]), heads, width), normal(heads, value, width) / 16]
+    parts = [normal(row_count(rows[1]), heads, width), normal(heads, value, width) / 16]
     if rows[0] is not None:
-        parts.append(normal(reference.count(rows[0]), heads, value))
+        parts.append(normal(row_count(rows[0]), heads, value))
 
     def run(outputs):
         return lambda absorbed, to_value, expanded=None: (outputs(total, rows, expanded, absorbed, to_value),)

@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_glm.ops import routing
+from megatron_glm.ops import permute, routing
 from megatron_glm.ops import swiglu as plain
-from megatron_glm.parallel.dispatch import permute
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
