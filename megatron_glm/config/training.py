@@ -154,11 +154,18 @@ class TrainConfig(Section):
     on_nan: Literal["stop", "skip"] = option(
         "stop", "when a loss or gradient is not finite: end the run, or leave that step's update out"
     )
-    on_nan_limit: int = option(10, "skipped steps in a row after which --on-nan skip ends the run")
+    on_nan_limit: int | None = option(
+        None, "skipped steps in a row after which --on-nan skip ends the run (default: 10)"
+    )
     manual_gc: bool = option(
         False, "let Python's garbage collector run between steps only, at the same ones on all ranks"
     )
     manual_gc_interval: int = option(0, "iterations between its runs with --manual-gc; 0 = only at the start", 0)
+
+    @property
+    def most_skips(self) -> int:
+        """Skipped steps in a row that end the run."""
+        return 10 if self.on_nan_limit is None else self.on_nan_limit
 
     @property
     def planned_iters(self) -> int | None:
@@ -201,6 +208,8 @@ class TrainConfig(Section):
         if self.train_samples is not None and self.train_samples < first_step:
             flag = "--rampup-batch-size starts at" if self.rampup_batch_size else "--global-batch-size is"
             raise ValueError(f"--train-samples ({self.train_samples}) are below one step: {flag} {first_step}")
+        if self.on_nan_limit is not None and self.on_nan != "skip":
+            raise ValueError(f"--on-nan-limit {self.on_nan_limit} needs --on-nan skip")
         if self.manual_gc_interval and not self.manual_gc:
             raise ValueError(f"--manual-gc-interval {self.manual_gc_interval} needs --manual-gc")
 

@@ -255,7 +255,7 @@ def _faster_lines(plan: Plan, gpu_memory: float) -> Iterator[str]:
     best = min(found, key=lambda pair: (round(transfer_seconds(pair[1]), 2), pair[1].peak()), default=None)
     shown = alone + [best] * (best is not None and best not in alone)
     for change, other in shown:
-        if (less := seconds - transfer_seconds(other)) > 0.01 * seconds:
+        if (less := seconds - transfer_seconds(other)) > max(0.01 * seconds, 0.05):  # 0.0 s says nothing
             more = (other.peak() - plan.peak()) / GIB
             yield f"  faster: {_flags(change)} takes {more:.1f} GiB more and {less:.1f} of {seconds:.1f} s less to send"
 

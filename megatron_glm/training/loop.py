@@ -85,7 +85,7 @@ def train(
                     left = caught
             iteration_log.report(record, seconds, counts.tokens, counts.flops)
             skips = skips + 1 if "skipped" in record else 0
-            if skips == config.train.on_nan_limit:
+            if skips == config.train.most_skips:
                 raise FloatingPointError(
                     f"iteration {iteration} is the last of {skips} that were skipped in a row "
                     f"(--on-nan-limit): {record['skipped']}"

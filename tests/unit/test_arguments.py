@@ -155,6 +155,7 @@ def test_shape_comes_from_the_checkpoint_unless_hf_config_says_otherwise(tmp_pat
         (["--ignore-keys", "id", " "], ["the value of id is empty"]),
         (["--hf-config="], ["the value of --hf-config is empty"]),
         (["--save-interval", "5"], ["--save-interval 5 needs --save"]),
+        (["--on-nan-limit", "3"], ["--on-nan-limit 3 needs --on-nan skip"]),
         (["--finetune"], ["--finetune needs --load"]),
         (["--packing", "best"], ["--packing", "'best'", "best-fit"]),
         (["--reshard-after-forward", "yes"], ["--reshard-after-forward", "'yes'"]),
