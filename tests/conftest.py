@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -17,5 +18,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-# A shell starts background jobs with SIGINT ignored, and Python leaves it so. The tests of Ctrl-C need it.
-signal.signal(signal.SIGINT, signal.default_int_handler)
+@pytest.fixture(autouse=True)
+def plain_signals() -> Iterator[None]:
+    """Every test begins and ends with Python's own handlers.
+
+    A tool that runs inside a test installs its own, and a second Ctrl-C of a later test would then end the whole run.
+    A shell starts background jobs with SIGINT ignored, and Python leaves it so.
+    """
+    _reset_signals()
+    yield
+    _reset_signals()
+
+
+def _reset_signals() -> None:
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
