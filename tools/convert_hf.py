@@ -6,6 +6,7 @@ Alone or under torchrun, where each process takes a share of the files; `--inspe
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import signal
 import sys
@@ -155,4 +156,10 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        # At once: threads of torch abort a process (-6) that outlives the first one, which has the store.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
