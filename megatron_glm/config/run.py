@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .data import DataConfig, PretrainDataConfig
 from .model import ModelConfig
@@ -23,6 +23,13 @@ class RunConfig:
     train: TrainConfig = TrainConfig()
     logging: LoggingConfig = LoggingConfig()
     hf_folder: str | None = None
+
+    def with_backend(self, gpu: bool) -> RunConfig:
+        """The same run with --attention-backend auto replaced: cudnn on a GPU in bf16, else torch."""
+        if self.kernels.attention_backend != "auto":
+            return self
+        backend = "cudnn" if gpu and self.train.bf16 else "torch"
+        return replace(self, kernels=replace(self.kernels, attention_backend=backend))
 
     def micro_batches(self, dp_size: int) -> int:
         """Micro-batches of one data-parallel rank in a step."""

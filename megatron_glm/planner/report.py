@@ -21,8 +21,6 @@ from megatron_glm.model.plan import work_per_rank
 from megatron_glm.planner.plan import GIB, Plan
 from megatron_glm.planner.traffic import NETWORK_RATE, NODE_RATE, traffic, transfer_seconds
 
-CUDA_BACKEND = "cudnn"  # what --attention-backend is on a GPU by default
-
 
 def print_plan(flags: argparse.Namespace, data: DataSection = DataConfig) -> None:
     """Prints the plan of these flags; a layout that cannot be ends with one line and exit code 2.
@@ -68,9 +66,7 @@ def planned_config(flags: argparse.Namespace, data: DataSection = DataConfig) ->
         del given["load_hf"]
     config = resolve(argparse.Namespace(**given), data)
     config = replace(config, checkpoint=replace(config.checkpoint, load=load, load_hf=load_hf))
-    if config.kernels.attention_backend == "auto":
-        backend = CUDA_BACKEND if config.train.bf16 else "torch"
-        config = replace(config, kernels=replace(config.kernels, attention_backend=backend))
+    config = config.with_backend(gpu=True)
     planned = _planned_pretraining if data is PretrainDataConfig else _planned_finetuning
     config = replace(config, data=planned(config, warnings))
     if not config.train.eval_only and not config.train.has_length:

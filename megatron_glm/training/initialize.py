@@ -6,7 +6,6 @@ import functools
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -30,11 +29,8 @@ from megatron_glm.training.sinks import require_packages
 
 
 def choose_backend(config: RunConfig) -> RunConfig:
-    """The same configuration with --attention-backend auto replaced: cudnn on a GPU in bf16, else torch."""
-    if config.kernels.attention_backend != "auto":
-        return config
-    backend = "cudnn" if torch.cuda.is_available() and config.train.bf16 else "torch"
-    return replace(config, kernels=replace(config.kernels, attention_backend=backend))
+    """The configuration with the attention backend of this machine where --attention-backend is auto."""
+    return config.with_backend(gpu=torch.cuda.is_available())
 
 
 def initialize(config: RunConfig) -> ParallelGroups:

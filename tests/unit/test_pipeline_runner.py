@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -301,3 +302,10 @@ def test_wrong_message_is_refused_where_it_is_made():
         runner = Runner(schedule, 0, transport, fields((False, True))[:2], torch.device("cpu"))
         with pytest.raises(ValueError, match=r"F\(0, 0\) of pipeline rank 0 made topk .* the next stage expects"):
             runner.run(lambda *_, made=made: (made, {}))
+
+
+def test_a_schedule_with_deferred_gradients_is_refused():
+    plain = build_schedule(1, 1, 1)
+    schedule = replace(plain, kinds=(*plain.kinds, "W"), actions=((*plain.actions[0], Action("W", 0, 0)),))
+    with pytest.raises(ValueError, match="schedules of F and B"):
+        Runner(schedule, 0, None, (), torch.device("cpu"))

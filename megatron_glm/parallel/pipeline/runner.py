@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron_glm import heartbeat
 from megatron_glm.parallel.pipeline.carry import Carry, CarryField
 from megatron_glm.parallel.pipeline.p2p import Mailbox, Transport
-from megatron_glm.parallel.pipeline.schedule import BACKWARD, FORWARD, Action, Schedule, check_schedule
+from megatron_glm.parallel.pipeline.schedule import BACKWARD, FORWARD, WEIGHT, Action, Schedule, check_schedule
 
 Losses = dict[str, Tensor]  # scalars to differentiate, already scaled; any stage may have some
 # (chunk, micro-batch, input) -> (output, losses). The input is empty on the first stage.
@@ -39,6 +39,8 @@ class Runner:
         self, schedule: Schedule, rank: int, transport: Transport, fields: Sequence[CarryField], device: torch.device
     ) -> None:
         check_schedule(schedule)
+        if WEIGHT in schedule.kinds:
+            raise ValueError("the runner puts off no gradients of weights: it runs schedules of F and B")
         for field in fields:
             if len(field.stages) != schedule.placement.count:
                 raise ValueError(f"{field.name} says {len(field.stages)} stages of {schedule.placement.count}")
