@@ -14,7 +14,7 @@ if __name__ == "__main__":
 from megatron_glm.config import DataConfig, RunConfig
 from megatron_glm.config.describe import describe
 from megatron_glm.config.flags import build_parser, configured
-from megatron_glm.launch import is_first_rank, one_line_errors, one_thread_on_a_cpu, ranks_from_slurm, say
+from megatron_glm.launch import is_first_rank, one_thread_on_a_cpu, ranks_from_slurm, run_program, say
 from megatron_glm.parallel.pipeline.layout import check_run
 
 
@@ -79,5 +79,4 @@ def check_data(config: RunConfig) -> None:
 
 
 if __name__ == "__main__":
-    with one_line_errors():
-        main()
+    run_program(main)

@@ -13,7 +13,7 @@ if __name__ == "__main__":
 from megatron_glm.config import PretrainDataConfig, RunConfig
 from megatron_glm.config.describe import describe
 from megatron_glm.config.flags import build_parser, configured
-from megatron_glm.launch import one_line_errors, one_thread_on_a_cpu, ranks_from_slurm, say
+from megatron_glm.launch import one_thread_on_a_cpu, ranks_from_slurm, run_program, say
 from megatron_glm.parallel.pipeline.layout import check_run
 
 
@@ -65,5 +65,4 @@ def run(config: RunConfig) -> None:
 
 
 if __name__ == "__main__":
-    with one_line_errors():
-        main()
+    run_program(main)

@@ -5,12 +5,13 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import atexit
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 STEP_VARIABLES = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS")
 ALL_OF_TORCHRUN = (
@@ -174,9 +175,33 @@ def one_thread_on_a_cpu() -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def run_program(main: Callable[[], int | None]) -> NoReturn:
+    """Ends the process with what `main` returns (None: 0), or as `one_line_errors` says.
+
+    A rank of many leaves by os._exit, after all other exit functions. Python's own end would stop the threads that ask
+    the store of the run (signals, watchdog) inside torch's C++ code, which aborts the process: exit code -6.
+    """
+    code: object = 1
+
+    def leave() -> None:
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code if isinstance(code, int) else 1)
+
+    atexit.register(leave)  # before slow imports: the exit functions of what they import run first
+    try:
+        with one_line_errors():
+            code = main() or 0
+    except SystemExit as stop:
+        code = 0 if stop.code is None else stop.code
+        raise
+    sys.exit(code)
+
+
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """What a user can mend ends the process with `error: …`: code 2 for settings and data, 1 for a failed run."""
+    """Errors a user can fix become `error: …` and an exit code: 2 for settings and data, 1 for a failed run."""
     try:
         yield
     except (ValueError, FloatingPointError, OSError) as error:

@@ -6,7 +6,6 @@ Alone or under torchrun, where each process takes a share of the files; `--inspe
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import signal
 import sys
@@ -24,7 +23,7 @@ if __name__ == "__main__":
 
 from megatron_glm.config.flags import Parser  # noqa: E402
 from megatron_glm.config.iterations import is_complete, iteration_folder, start  # noqa: E402
-from megatron_glm.launch import ranks_from_slurm, world_size  # noqa: E402
+from megatron_glm.launch import ranks_from_slurm, run_program, world_size  # noqa: E402
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -156,10 +155,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        # At once: threads of torch abort a process (-6) that outlives the first one, which has the store.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    run_program(main)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -166,3 +167,32 @@ def test_every_program_is_among_those():
     scripts = [path for folder in (".", "tools", "examples") for path in (ROOT / folder).glob("*.py")]
     programs = {str(path.relative_to(ROOT)) for path in scripts if '__name__ == "__main__"' in path.read_text()}
     assert programs - {"setup.py"} == PROGRAMS.keys()
+
+
+def test_ranks_that_still_ask_the_store_leave_with_their_own_code(tmp_path):
+    """Python's end would stop their threads inside torch's code, which aborts a process that is not the last."""
+    program = """
+import sys, time
+from datetime import timedelta
+from pathlib import Path
+from megatron_glm import launch, signals
+def main():
+    from megatron_glm.parallel.rendezvous import meet
+    meeting = meet(timedelta(minutes=1))
+    signals.POLL = 0.0001
+    signals.share(meeting.store)
+    while meeting.rank == 0 and not Path(sys.argv[1]).exists():
+        time.sleep(0.05)
+    time.sleep(0.1)
+    return 3 + meeting.rank
+signals.install()
+launch.run_program(main)
+"""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    first, second = (start(program, str(tmp_path / "go"), RANK=str(rank), **place) for rank in range(2))
+    assert (second.communicate(timeout=60)[1], second.returncode) == ("", 4)
+    (tmp_path / "go").touch()
+    assert (first.communicate(timeout=60)[1], first.returncode) == ("", 3)
