@@ -10,6 +10,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from tests.finetune import keep_default_group  # noqa: E402
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
@@ -28,6 +30,13 @@ def plain_signals() -> Iterator[None]:
     _reset_signals()
     yield
     _reset_signals()
+
+
+@pytest.fixture(autouse=True)
+def default_group() -> Iterator[None]:
+    """What ends a program inside a test leaves the default process group to later tests: theirs are made once."""
+    with keep_default_group():
+        yield
 
 
 def _reset_signals() -> None:

@@ -19,10 +19,10 @@ FLAGS = "--hf-config glm5.2-tiny --tokenizer-model . --vocab-size 512 --seq-leng
 
 def check(monkeypatch, *flags: str) -> int:
     monkeypatch.setattr(sys, "argv", ["finetune_glm.py", *FLAGS, *flags])
+    monkeypatch.setattr(dist, "init_process_group", None)  # it needs no other rank
     with pytest.raises(SystemExit) as stop, one_line_errors():
         finetune_glm.main()
         sys.exit(0)
-    assert not dist.is_initialized()
     return stop.value.code
 
 

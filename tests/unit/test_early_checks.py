@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_glm.launch import one_line_errors
-from tests.finetune import finetune, keep_default_group, write_rows
+from tests.finetune import finetune, write_rows
 from tests.pretrain import pretrain
 
 
@@ -53,7 +53,7 @@ def folder(tmp_path, monkeypatch, capsys) -> Path:
     ],
 )
 def test_refused_before_the_model_is_built(folder, capsys, code, flags, words):
-    with keep_default_group(), pytest.raises(SystemExit) as stop, one_line_errors():
+    with pytest.raises(SystemExit) as stop, one_line_errors():
         finetune(train_iters=9, **flags)
     error = capsys.readouterr().err
     assert stop.value.code == code and error.startswith("error: ") and words in error
@@ -69,7 +69,7 @@ def test_weights_and_biases_without_a_login_is_refused(folder, capsys, monkeypat
 
     monkeypatch.setitem(sys.modules, "wandb", Package)
     monkeypatch.setattr("megatron_glm.training.initialize.require_packages", lambda logging: None)
-    with keep_default_group(), pytest.raises(SystemExit) as stop, one_line_errors():
+    with pytest.raises(SystemExit) as stop, one_line_errors():
         finetune(train_iters=9, wandb_project="glm")
     assert stop.value.code == 2 and "error: --wandb-project glm: No API key configured" in capsys.readouterr().err
 

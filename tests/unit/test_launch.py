@@ -10,7 +10,6 @@ import torch
 
 from megatron_glm import launch
 from megatron_glm.launch import Place, place, ranks_from_slurm, world_size
-from tests.finetune import keep_default_group
 
 SRUN = {"SLURM_STEP_ID": "2", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
 MASTER = {"MASTER_ADDR": "node0", "MASTER_PORT": "4000"}
@@ -140,9 +139,9 @@ def test_a_lost_rank_is_one_line_and_a_bug_keeps_its_traceback(monkeypatch, caps
     monkeypatch.setenv("RANK", "3")
     lost = RuntimeError("[/src/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
     for error in (lost, torch.distributed.DistNetworkError("the server has gone")):
-        with keep_default_group(), pytest.raises(SystemExit) as stop, launch.one_line_errors():
+        with pytest.raises(SystemExit) as stop, launch.one_line_errors():
             raise error
         assert stop.value.code == 1
         assert capsys.readouterr().err.startswith("error: rank 3 has lost another rank, whose own output says why: ")
-    with keep_default_group(), pytest.raises(RuntimeError, match="shapes"), launch.one_line_errors():
+    with pytest.raises(RuntimeError, match="shapes"), launch.one_line_errors():
         raise RuntimeError("shapes differ")

@@ -13,7 +13,7 @@ import pytest
 from megatron_glm.config.source import PRESET_FOLDER
 from megatron_glm.launch import one_line_errors
 from megatron_glm.ops import backends
-from tests.finetune import finetune, keep_default_group, write_rows
+from tests.finetune import finetune, write_rows
 from tests.rows import chat_folder
 
 TROUBLESHOOTING = Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md"
@@ -117,7 +117,7 @@ CASES: dict[str, tuple[int, dict, int, Callable[[], None] | None]] = {
 
 def mistake(capsys, flags: dict) -> tuple[int, str]:
     """Exit code and what the run wrote to standard error."""
-    with keep_default_group(), pytest.raises(SystemExit) as stop, one_line_errors():
+    with pytest.raises(SystemExit) as stop, one_line_errors():
         finetune(**flags)
     return stop.value.code, capsys.readouterr().err
 

@@ -15,7 +15,7 @@ from megatron_glm.data.loader import MicroBatches
 from megatron_glm.data.pretraining import build_datasets
 from megatron_glm.launch import one_line_errors
 from megatron_glm.training.checkpointing import fingerprint
-from tests.finetune import assert_same, finetune, keep_default_group, records, tensors, write_rows
+from tests.finetune import assert_same, finetune, records, tensors, write_rows
 from tests.pretrain import pretrain, write_corpus
 
 
@@ -27,7 +27,7 @@ def run(tmp_path, monkeypatch):
 
 def refusal(run, capsys, **flags) -> str:
     capsys.readouterr()
-    with keep_default_group(), pytest.raises(SystemExit) as stop, one_line_errors():
+    with pytest.raises(SystemExit) as stop, one_line_errors():
         run(**flags)
     message = capsys.readouterr().err
     assert stop.value.code == 2 and message.startswith("error: ") and message.count("\n") == 1

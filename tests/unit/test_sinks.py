@@ -15,7 +15,7 @@ import pytest
 from megatron_glm.config import LoggingConfig
 from megatron_glm.launch import one_line_errors
 from megatron_glm.training.sinks import JsonLines, numbers, require_packages
-from tests.finetune import json_log, keep_default_group
+from tests.finetune import json_log
 from tests.pretrain import pretrain
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,7 +96,7 @@ def test_only_numbers_reach_curves():
 def test_a_missing_package_is_one_error_that_names_the_extra(run, monkeypatch, capsys, flag, package):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
-    with keep_default_group(), pytest.raises(SystemExit) as stop, one_line_errors():
+    with pytest.raises(SystemExit) as stop, one_line_errors():
         run(train_iters=1, **{flag: "here"})
     message = capsys.readouterr().err
     name = "--" + flag.replace("_", "-")

@@ -14,7 +14,7 @@ from megatron_glm.checkpoint import sharded
 from megatron_glm.config import ModelConfig
 from megatron_glm.launch import one_line_errors
 from megatron_glm.training.logging import unit_of
-from tests.finetune import assert_same, finetune, json_log, keep_default_group, records, tensors, write_rows
+from tests.finetune import assert_same, finetune, json_log, records, tensors, write_rows
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def test_what_cannot_continue_is_refused_in_one_line(run, capsys, flags, words):
     if "first" in flags.values():
         run(train_iters=1, save="first")
     capsys.readouterr()
-    with keep_default_group(), pytest.raises(SystemExit) as stop, one_line_errors():
+    with pytest.raises(SystemExit) as stop, one_line_errors():
         run(**{"train_iters": 2} | flags)
     message = capsys.readouterr().err
     assert stop.value.code == 2 and message.startswith("error: ") and message.count("\n") == 1
