@@ -15,6 +15,7 @@ from megatron_glm.model.moe import MoE
 from megatron_glm.model.norm import RMSNorm
 from megatron_glm.model.recompute import run_layer
 from megatron_glm.model.router import Router
+from megatron_glm.model.trained import freeze
 from megatron_glm.parallel.collectives import gather_values
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.pipeline.carry import Carry, CarryField
@@ -78,6 +79,7 @@ class GLMChunk(nn.Module):
         self.lm_head = VocabParallelHead(config.vocab_size, config.hidden_size, groups.tp) if head else None
         self.shards = {}
         self.shards = collect_shards(self)
+        freeze(config, self)
 
     def forward(self, batch: MicroBatch, carry: Carry) -> tuple[Carry, dict[str, Tensor]]:
         """Run one micro-batch.

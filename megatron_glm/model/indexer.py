@@ -32,7 +32,6 @@ class Indexer(nn.Module):
         self.wk = ReplicatedLinear(config.hidden_size, self.head_dim, tp)
         self.k_norm = LayerNorm(self.head_dim, config.indexer_norm_eps, tp)
         self.weights_proj = ReplicatedLinear(config.hidden_size, self.n_heads, tp)
-        self.requires_grad_(False)
 
     @torch.no_grad()
     def forward(self, x: Tensor, qr: Tensor, plan: AttentionPlan) -> Tensor:

@@ -69,4 +69,3 @@ class MTPLayer(DecoderLayer):
         self.hnorm = RMSNorm(config.hidden_size, config.rms_norm_eps, groups.tp)
         self.eh_proj = ReplicatedLinear(2 * config.hidden_size, config.hidden_size, groups.tp)
         self.shared_head = nn.ModuleDict({"norm": RMSNorm(config.hidden_size, config.rms_norm_eps, groups.tp)})
-        self.requires_grad_(False)

@@ -45,10 +45,11 @@ def shard_chunk(chunk: nn.Module, groups: ParallelGroups, parallel: ParallelConf
     Args:
         chunk: has `layers` (a ModuleDict), `embed_tokens` and `lm_head` (each may be None); a layer whose `mlp` has
             `experts` shards these over `groups.edp`.
-        bf16: compute in bf16; parameters, reductions and sums of gradients stay fp32 either way.
+        bf16: compute in bf16, else in fp32. Trained parameters, reductions and sums of gradients are fp32 either way;
+            a frozen parameter has any dtype, and is gathered in that one where the model computes in it.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if bf16 else None
+    dtype = torch.bfloat16 if bf16 else torch.float32
     # no cast of inputs: hidden states have the type already, and the plan's rope tables must keep theirs
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     whole_experts, whole_chunk = holds_whole(groups.dp_cp.size(), groups.edp.size())
@@ -68,8 +69,8 @@ def shard_chunk(chunk: nn.Module, groups: ParallelGroups, parallel: ParallelConf
             module.stays_gathered = not reshard
             if not experts:
                 module.register_forward_pre_hook(lambda module, _: attach_grad_sums(module))  # once it is gathered
-        elif bf16:
-            WholeWeights(module, taken, torch.bfloat16, keep=not reshard, narrow=experts)
+        else:
+            WholeWeights(module, taken, dtype, keep=not reshard, narrow=experts)
         if whole:
             taken.update(module.parameters())
 

@@ -1,4 +1,4 @@
-"""Weights that a rank holds whole: bf16 copies that compute beside the fp32 masters."""
+"""Weights that a rank holds whole: the copies that compute where a parameter has another dtype."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ private(__name__, "torch.Tensor._version", "torch.Tensor.grad_dtype", "torch.nn.
 
 
 class WholeWeights:
-    """Lets a module compute with copies of its fp32 parameters in another dtype.
+    """Lets a module compute with copies, in `dtype`, of its parameters of other dtypes.
 
-    While the module runs, a copy is in each parameter's place. Its attribute `grad_sum` is the parameter's `GradSum`.
+    They are fp32 masters in a bf16 run, and frozen bf16 weights in an fp32 run. While the module runs, a copy is in
+    each parameter's place. Its attribute `grad_sum` is the parameter's `GradSum`.
 
     Args:
         taken: parameters within the module that are looked after elsewhere.
@@ -25,12 +26,18 @@ class WholeWeights:
     def __init__(
         self, module: nn.Module, taken: set[nn.Parameter], dtype: torch.dtype, keep: bool, narrow: bool = False
     ) -> None:
-        self.places = [(m, n) for m in module.modules() for n, p in m.named_parameters(recurse=False) if p not in taken]
+        self.places = [
+            (owner, name)
+            for owner in module.modules()
+            for name, parameter in owner.named_parameters(recurse=False)
+            if parameter not in taken and parameter.dtype != dtype
+        ]
         self.dtype, self.keep, self.narrow = dtype, keep, narrow
         self.copies: list[tuple[int, Tensor] | None] = [None] * len(self.places)  # with the version that was copied
         self.masters: list[nn.Parameter] = []
-        module.register_forward_pre_hook(lambda *_: self._enter())
-        module.register_forward_hook(lambda *_: self._leave(), always_call=True)
+        if self.places:
+            module.register_forward_pre_hook(lambda *_: self._enter())
+            module.register_forward_hook(lambda *_: self._leave(), always_call=True)
 
     def _enter(self) -> None:
         self.masters = [module._parameters[name] for module, name in self.places]

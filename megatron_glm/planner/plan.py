@@ -39,9 +39,14 @@ RESERVE = 5 * GIB  # an assumption: CUDA context and libraries, NCCL's channels 
 class Held:
     """Bytes that one rank holds between steps and at a step's end: exact."""
 
-    parameters: int
+    masters: int  # of the trained parameters, fp32
+    frozen: int
     gradients: int
     moments: int
+
+    @property
+    def parameters(self) -> int:
+        return self.masters + self.frozen
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,7 @@ class Plan:
         return [unit for stage in self.layout.of_rank(pp_rank) for unit in self.units(stage)]
 
     def held(self, rank: int) -> Held:
-        """What global rank `rank` holds of parameters (fp32 masters), gradients and AdamW's two moments."""
+        """What global rank `rank` holds of parameters, gradients and AdamW's two moments."""
         grid = self.grid
         place = {n: next(g.index(rank) for g in grid.groups(n) if rank in g) for n in ("pp", "dp_cp", "edp")}
         trained = frozen = 0
@@ -101,7 +106,13 @@ class Plan:
             more, still = unit.shard(index, size)
             trained, frozen = trained + more, frozen + still
         moment = 2 if self.config.optimizer.adam_moments_dtype == "bf16" else FP32
-        return Held(FP32 * (trained + frozen), FP32 * trained, 2 * moment * trained)
+        return Held(FP32 * trained, self.frozen_bytes * frozen, FP32 * trained, 2 * moment * trained)
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Of an element that is not trained: as a released checkpoint holds it, or fp32, in which it is drawn."""
+        section, narrow = self.config.checkpoint, self.config.model.dtype != "float32"
+        return 2 if narrow and (section.load or section.load_hf) is not None else FP32
 
     def memory(self, pp_rank: int) -> dict[str, int]:
         """Bytes by kind at the peak of the fullest rank of a pipeline rank: the sum of each kind's own peak.
@@ -122,7 +133,8 @@ class Plan:
             sent = round(2 * s.shard * distinct_owners(model, self.grid.ep) * model.hidden_size * s.b)
         crossing = 4 * s.shard * model.hidden_size * s.b if self.grid.pp > 1 else 0
         return {
-            "fp32 master weights": held.parameters,
+            "fp32 master weights": held.masters,
+            "frozen weights": held.frozen,
             "AdamW moments": held.moments,
             "gradients (shards)": held.gradients,
             "gradients before reduction": max(0, accumulated - held.gradients),
@@ -176,7 +188,9 @@ class Plan:
             passing = 0
             for expert in (True, False):
                 whole, units = self._whole(expert), [u for u in self.units(stage) if u.runs and u.expert == expert]
-                vocabulary, layers = ([u.elements for u in units if u.vocabulary == kind] for kind in (True, False))
+                as_held = whole and self.frozen_bytes == b  # frozen weights compute as they are
+                sizes = [(u.trained_elements if as_held else u.elements, u.vocabulary) for u in units]
+                vocabulary, layers = ([size for size, kind in sizes if kind == wanted] for wanted in (True, False))
                 if whole and b == FP32:
                     continue
                 if keep[expert]:

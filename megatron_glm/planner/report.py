@@ -143,7 +143,8 @@ def _layout_lines(plan: Plan) -> Iterator[str]:
         extra = [name for name, here in zip(("embedding", "MTP", "head"), ends, strict=True) if here]
         units = plan.rank_units(rank)
         dense, experts = (sum(u.elements for u in units if u.expert == kind) for kind in (False, True))
-        held = plan.held(grid.groups("pp")[0][rank]).parameters // 4
+        mine = plan.held(grid.groups("pp")[0][rank])
+        held = mine.masters // 4 + mine.frozen // plan.frozen_bytes
         yield (
             f"  pp rank {rank}: {len(layers)} layers ({full}){''.join(' + ' + name for name in extra)}, "
             f"{dense / 1e9:.3f} B dense + {experts / 1e9:.3f} B in experts, {held / 1e9:.3f} B of them on each GPU"

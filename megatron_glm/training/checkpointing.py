@@ -18,7 +18,7 @@ import torch
 
 from megatron_glm.checkpoint import sharded
 from megatron_glm.checkpoint.files import check_side_files, write_durably
-from megatron_glm.checkpoint.hf import HFCheckpoint
+from megatron_glm.checkpoint.hf import HFCheckpoint, parameter_shapes
 from megatron_glm.config import PretrainDataConfig, RunConfig, flag_name, iterations
 from megatron_glm.data.loader import MicroBatches
 from megatron_glm.data.pretraining import Blend
@@ -320,6 +320,19 @@ def open_hf(config: RunConfig) -> HFCheckpoint:
             f"{checkpoint.folder} holds {stored} MTP layers, the model has {wanted}: give --mtp-num-layers {stored}"
         )
     return checkpoint
+
+
+def stored_dtypes(config: RunConfig) -> dict[str, torch.dtype]:
+    """The dtypes, by canonical name, of what --load or --load-hf holds; empty without either.
+
+    A Hugging Face folder is read in the dtypes that its conversion would write: FP8 becomes the config's dtype.
+    """
+    section = config.checkpoint
+    if section.load is not None:
+        folder = iterations.iteration_folder(*iterations.start(section.load, section.ckpt_step))
+        return {name: dtype for name, (_, dtype) in sharded.Reader(folder).shapes.items()}
+    shapes = {} if section.load_hf is None else parameter_shapes(config.model)
+    return {name: dtype for name, (_, dtype) in shapes.items()}
 
 
 def data_order(config: RunConfig, data: MicroBatches) -> dict[str, Any]:

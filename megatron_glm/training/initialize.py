@@ -15,6 +15,7 @@ from megatron_glm.checkpoint import sharded
 from megatron_glm.config import RunConfig
 from megatron_glm.model.glm import GLMChunk
 from megatron_glm.model.init import initialize_weights
+from megatron_glm.model.trained import hold_as_stored
 from megatron_glm.ops import backends
 from megatron_glm.parallel.fsdp import local, shard_chunk
 from megatron_glm.parallel.groups import ParallelGroups, host_group, time_limit
@@ -22,7 +23,7 @@ from megatron_glm.parallel.pipeline.layout import PipelineLayout, build_layout, 
 from megatron_glm.parallel.rendezvous import Meeting, meet
 from megatron_glm.training import watchdog
 from megatron_glm.training.agreement import facts_of_run, require_same
-from megatron_glm.training.checkpointing import check_checkpoints, check_hf_files, start_of_run
+from megatron_glm.training.checkpointing import check_checkpoints, check_hf_files, start_of_run, stored_dtypes
 from megatron_glm.training.logging import log
 from megatron_glm.training.outputs import check_folders, check_sinks
 from megatron_glm.training.sinks import require_packages
@@ -102,10 +103,11 @@ def build_chunks(
 ) -> list[GLMChunk]:
     """This rank's chunks, sharded over the data ranks, with the weights that `draw` makes of the seed.
 
-    They are cut before they take memory. Where a checkpoint is to be loaded all is zero, vocabulary padding included.
+    They are cut before they take memory. Where a checkpoint is to be loaded all is zero, vocabulary padding included,
+    and frozen parameters have its dtypes.
     """
     layout = pipeline_layout(config, groups.dp.size())
-    chunks = []
+    chunks, stored = [], stored_dtypes(config)
     log("making the model")
     for stage in layout.of_rank(groups.pp.rank()):
         with torch.device("meta"):
@@ -120,6 +122,7 @@ def build_chunks(
                 mtp=stage.mtp,
             )
         heartbeat.beat()
+        hold_as_stored(chunk, stored)
         shard_chunk(chunk, groups, config.parallel, config.train.bf16)
         chunk.to_empty(device=current_device())
         if config.checkpoint.load is None and config.checkpoint.load_hf is None:

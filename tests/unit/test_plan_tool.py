@@ -154,7 +154,7 @@ def test_all_ranks_together_hold_the_released_model():
     frozen = (9_952_920_320 + 21 * 9_371_904) * 4  # the MTP layer, its indexer included, and the indexers
     assert sum(rank.gradients for rank in held) == 4 * (743_377_000_704 + 9_952_920_320) - frozen
     for pp_rank, ranks in enumerate(plan.grid.groups("tp_cp_dp")):
-        assert plan.memory(pp_rank)["fp32 master weights"] == max(held[rank].parameters for rank in ranks)
+        assert plan.memory(pp_rank)["fp32 master weights"] == max(held[rank].masters for rank in ranks)
 
 
 def test_the_32k_recipe_needs_512_gpus_of_80_gb_as_published():
