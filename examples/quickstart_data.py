@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megatron_glm.checkpoint.hf import all_hf_tensors, parameter_shapes
+from megatron_glm.checkpoint.hf import all_hf_tensors
 from megatron_glm.config.model import ModelConfig
 from megatron_glm.config.source import PRESET_FOLDER
 
@@ -129,7 +129,7 @@ def make_model(folder: Path, sizes: dict[str, int]) -> ModelConfig:
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     generator = torch.Generator().manual_seed(1234)
     tensors = {}
-    for tensor in all_hf_tensors(parameter_shapes(config)):
+    for tensor in all_hf_tensors(config):
         if tensor.key.endswith("norm.weight"):
             value = torch.ones(tensor.shape)
         else:

@@ -31,7 +31,7 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor
     generator = torch.Generator().manual_seed(seed)
     return {
         tensor.key: torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
-        for tensor in hf.all_hf_tensors(hf.parameter_shapes(config))
+        for tensor in hf.all_hf_tensors(config)
     }
 
 

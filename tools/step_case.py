@@ -34,7 +34,7 @@ READ_AND_WRITTEN = {"load", "load_hf", "save", "data_path", "train_data_path", "
 READ_AND_WRITTEN |= {"log_file", "tensorboard_dir", "wandb_project", "eval_only", *PLAN_FLAGS}
 FORMULA = (
     "3 x forward of the trained parts + forward of the index scores, multiply-add = 2, attention in its non-absorbed "
-    "form on min(position + 1, index_topk) keys, recomputation not counted (megatron_glm/flops.py)"
+    "form on min(position + 1, index_topk) keys, recomputation not counted (megatron_glm/config/flops.py)"
 )
 IN_A_ROW = 3  # measured steps that follow each other without a wait for the device
 # The first kind whose words a kernel's name holds; what holds none is elementwise.

@@ -118,7 +118,7 @@ class Export:
         check_side_files(folder / "hf")
         self.shapes = hf.parameter_shapes(self.config)
         came = folder / "hf" / "config.json"
-        quantization = hf.quantization_config(self.shapes) if fp8 else None
+        quantization = hf.quantization_config(self.config) if fp8 else None
         source = came if came.is_file() else folder / "config.json"
         self.config_json = _exported_config(source, self.config, quantization)
         self.reader.require({name: shape for name, (shape, _) in self.shapes.items()})
@@ -130,7 +130,7 @@ class Export:
         """What `write` writes, index and side files aside."""
         shards: list[list[Outgoing]] = []
         size = self.max_shard_bytes
-        for tensor in hf.all_hf_tensors(self.shapes):
+        for tensor in hf.all_hf_tensors(self.config):
             unit = self._outgoing(tensor)
             nbytes = sum(outgoing.nbytes for outgoing in unit)
             if size + nbytes > self.max_shard_bytes:
@@ -182,7 +182,7 @@ class Export:
 
     def _outgoing(self, tensor: hf.HFTensor) -> list[Outgoing]:
         """The tensor as it is written: as it is, or quantised and followed by its scales."""
-        if not (self.fp8 and hf.is_quantized(tensor.key)):
+        if not (self.fp8 and tensor.fp8):
             return [Outgoing(tensor.key, tensor.dtype, tensor.shape, partial(self._blocks, tensor))]
         scales: list[torch.Tensor] = []
 

@@ -19,6 +19,7 @@ import torch
 
 from .. import heartbeat
 from ..config.model import ModelConfig
+from ..config.parameters import Parameter, model_parameters
 from ..config.quantization import EXPORT_BLOCK, weight_block
 from ..config.source import read_json, without_null
 from ..parallel.shard import Rectangle
@@ -31,7 +32,10 @@ Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True)
 class HFTensor:
-    """A tensor of a Hugging Face checkpoint, and which rectangle (offsets, sizes) of the canonical `name` it is."""
+    """A tensor of a Hugging Face checkpoint, and which rectangle (offsets, sizes) of the canonical `name` it is.
+
+    fp8: whether the FP8 releases hold it in FP8.
+    """
 
     key: str
     shape: tuple[int, ...]
@@ -39,99 +43,41 @@ class HFTensor:
     name: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+    fp8: bool
 
 
 def parameter_shapes(config: ModelConfig) -> Shapes:
-    """{canonical name: (shape, dtype)} of every parameter and persistent buffer, MTP layers included, in key order.
-
-    The dtype is the config's, but fp32 for the router's correction bias.
-    """
-    vocab, hidden = config.vocab_size, config.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (vocab, hidden)}
-    for layer in (*range(config.num_hidden_layers), *config.mtp_layer_ids):
-        parts = _attention_shapes(config, layer) | _mlp_shapes(config, layer)
-        parts |= {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
-        if layer >= config.num_hidden_layers:
-            parts |= {"enorm.weight": (hidden,), "hnorm.weight": (hidden,), "shared_head.norm.weight": (hidden,)}
-            parts |= {"eh_proj.weight": (hidden, 2 * hidden)}
-        shapes |= {f"layers.{layer}.{part}": shape for part, shape in parts.items()}
-    shapes |= {"norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
+    """{canonical name: (shape, dtype)} of all that is declared: the config's dtype, and fp32 for buffers."""
     dtype = getattr(torch, config.dtype)
-    return {n: (s, torch.float32 if n.endswith("e_score_correction_bias") else dtype) for n, s in shapes.items()}
+    parameters = model_parameters(config).items()
+    return {name: (p.shape, torch.float32 if p.kind == "buffer" else dtype) for name, p in parameters}
 
 
-def _attention_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    q_rank, kv_rank, rope = config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim
-    shapes = {
-        "q_a_proj.weight": (q_rank, hidden),
-        "q_a_layernorm.weight": (q_rank,),
-        "q_b_proj.weight": (heads * (config.qk_nope_head_dim + rope), q_rank),
-        "kv_a_proj_with_mqa.weight": (kv_rank + rope, hidden),
-        "kv_a_layernorm.weight": (kv_rank,),
-        "kv_b_proj.weight": (heads * (config.qk_nope_head_dim + config.v_head_dim), kv_rank),
-        "o_proj.weight": (hidden, heads * config.v_head_dim),
-    }
-    if config.has_indexer(layer):
-        index_heads, index_dim = config.index_n_heads, config.index_head_dim
-        shapes |= {
-            "indexer.wq_b.weight": (index_heads * index_dim, q_rank),
-            "indexer.wk.weight": (index_dim, hidden),
-            "indexer.weights_proj.weight": (index_heads, hidden),
-            "indexer.k_norm.weight": (index_dim,),
-            "indexer.k_norm.bias": (index_dim,),
-        }
-    return {f"self_attn.{part}": shape for part, shape in shapes.items()}
-
-
-def _mlp_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    hidden, experts, ffn = config.hidden_size, config.n_routed_experts, config.moe_intermediate_size
-    if not config.is_moe(layer):
-        return _swiglu_shapes("mlp", hidden, config.intermediate_size)
-    return {
-        "mlp.gate.weight": (experts, hidden),
-        "mlp.gate.e_score_correction_bias": (experts,),
-        "mlp.experts.gate_up": (experts, 2 * ffn, hidden),
-        "mlp.experts.down": (experts, hidden, ffn),
-    } | _swiglu_shapes("mlp.shared_experts", hidden, config.n_shared_experts * ffn)
-
-
-def _swiglu_shapes(prefix: str, hidden: int, ffn: int) -> dict[str, tuple[int, ...]]:
-    return {
-        f"{prefix}.gate_proj.weight": (ffn, hidden),
-        f"{prefix}.up_proj.weight": (ffn, hidden),
-        f"{prefix}.down_proj.weight": (hidden, ffn),
-    }
-
-
-def hf_tensors(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[HFTensor]:
+def hf_tensors(parameter: Parameter, dtype: torch.dtype) -> list[HFTensor]:
     """The Hugging Face tensors that make up one canonical tensor: one an expert and matrix, as released."""
-    key = hf_key(name)
-    if name.endswith(".mlp.experts.down"):
-        experts, *matrix = shape
-        folder = key.removesuffix("down")
-        return [
-            HFTensor(f"{folder}{e}.down_proj.weight", (*matrix,), dtype, name, (e, 0, 0), (1, *matrix))
-            for e in range(experts)
-        ]
-    if name.endswith(".mlp.experts.gate_up"):
-        experts, rows, hidden = shape
-        half, folder = (rows // 2, hidden), key.removesuffix("gate_up")
-        return [
-            HFTensor(f"{folder}{e}.{part}_proj.weight", half, dtype, name, (e, first, 0), (1, *half))
-            for e in range(experts)
-            for part, first in (("gate", 0), ("up", rows // 2))
-        ]
-    return [HFTensor(key, shape, dtype, name, (0,) * len(shape), shape)]
+    if not parameter.expert_matrices:
+        return [fused_tensor(parameter, dtype)]
+    experts, stacked, columns = parameter.shape
+    folder, rows = parameter.hf_key.rpartition(".")[0], stacked // len(parameter.expert_matrices)
+    return [
+        HFTensor(
+            f"{folder}.{expert}.{matrix}.weight",
+            (rows, columns),
+            dtype,
+            parameter.name,
+            (expert, i * rows, 0),
+            (1, rows, columns),
+            parameter.fp8,
+        )
+        for expert in range(experts)
+        for i, matrix in enumerate(parameter.expert_matrices)
+    ]
 
 
-def fused_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> HFTensor:
-    """The one Hugging Face tensor `experts.gate_up_proj` or `experts.down_proj` that holds all experts."""
-    return HFTensor(hf_key(name) + "_proj", shape, dtype, name, (0,) * len(shape), shape)
-
-
-def hf_key(name: str) -> str:
-    return name if name == "lm_head.weight" else f"model.{name}"
+def fused_tensor(parameter: Parameter, dtype: torch.dtype) -> HFTensor:
+    """The one Hugging Face tensor that holds all of a canonical one."""
+    name, shape = parameter.name, parameter.shape
+    return HFTensor(parameter.hf_key, shape, dtype, name, (0,) * len(shape), shape, parameter.fp8)
 
 
 class HFCheckpoint:
@@ -153,7 +99,8 @@ class HFCheckpoint:
         self.source = SafetensorsFolder(folder, headers_only)
         self.config = self._drop_absent_mtp(config)
         self.shapes = parameter_shapes(self.config)
-        self.tensors = {name: self._holders(name, *spec) for name, spec in self.shapes.items()}
+        parameters = model_parameters(self.config)
+        self.tensors = {name: self._holders(parameters[name], dtype) for name, (_, dtype) in self.shapes.items()}
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self.rounded: dict[str, torch.dtype] = {}  # keys whose values changed when they took the config's dtype
         self._check_extra()
@@ -172,11 +119,10 @@ class HFCheckpoint:
         )
         return replace(config, num_nextn_predict_layers=0)
 
-    def _holders(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[HFTensor]:
+    def _holders(self, parameter: Parameter, dtype: torch.dtype) -> list[HFTensor]:
         """The tensors that make up a canonical one here, there or not."""
-        if ".mlp.experts." in name and (fused := fused_tensor(name, shape, dtype)).key in self.source.entries:
-            return [fused]
-        return hf_tensors(name, shape, dtype)
+        fused = fused_tensor(parameter, dtype)
+        return [fused] if fused.key in self.source.entries else hf_tensors(parameter, dtype)
 
     def _check_tensor(self, tensor: HFTensor) -> None:
         entry = self.source.entries.get(tensor.key)
@@ -286,24 +232,13 @@ class HFCheckpoint:
         return result
 
 
-# what the FP8 releases leave as it is, beside embedding and head: 118,629 tensors of GLM-5.2-FP8 are 59,585 and a
-# scale for each of the other matrices
-FULL_PRECISION = (".mlp.gate.weight", ".indexer.weights_proj.weight", ".eh_proj.weight")
-
-
-def is_quantized(key: str) -> bool:
-    """Whether the FP8 releases hold this Hugging Face tensor in FP8: the matrices of layers, a few small ones aside."""
-    matrix = key.startswith("model.layers.") and key.endswith(".weight") and "norm" not in key.split(".")[-2]
-    return matrix and not key.endswith(FULL_PRECISION)
-
-
-def quantization_config(shapes: Shapes) -> dict[str, Any]:
+def quantization_config(config: ModelConfig) -> dict[str, Any]:
     """`quantization_config` of an export in FP8, as in the releases.
 
     They call the indexer's weights_proj `indexers_proj` there, which serving engines translate; both names are given.
     """
-    keys = [tensor.key for tensor in all_hf_tensors(shapes)]
-    kept = [key.removesuffix(".weight").removesuffix(".bias") for key in keys if not is_quantized(key)]
+    keys = [tensor.key for tensor in all_hf_tensors(config) if not tensor.fp8]
+    kept = [key.removesuffix(".weight").removesuffix(".bias") for key in keys]
     alias = [name.replace("indexer.weights_proj", "indexers_proj") for name in kept]
     return {
         "activation_scheme": "dynamic",
@@ -318,7 +253,7 @@ def total_bytes(shapes: Shapes) -> int:
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
 
 
-def all_hf_tensors(shapes: Shapes) -> Iterator[HFTensor]:
-    """The Hugging Face tensors of a whole model, in the order of `shapes`."""
-    for name, (shape, dtype) in shapes.items():
-        yield from hf_tensors(name, shape, dtype)
+def all_hf_tensors(config: ModelConfig) -> Iterator[HFTensor]:
+    """The Hugging Face tensors of a whole model, in the order of the declaration."""
+    for name, (_, dtype) in parameter_shapes(config).items():
+        yield from hf_tensors(model_parameters(config)[name], dtype)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megatron_glm.config import KernelConfig, ParallelConfig
 from megatron_glm.config.model import ModelConfig
+from megatron_glm.config.parameters import declared
 from megatron_glm.model.layer import DecoderLayer, MTPLayer
 from megatron_glm.model.micro_batch import MicroBatch
 from megatron_glm.model.moe import MoE
@@ -79,6 +80,7 @@ class GLMChunk(nn.Module):
         self.lm_head = VocabParallelHead(config.vocab_size, config.hidden_size, groups.tp) if head else None
         self.shards = {}
         self.shards = collect_shards(self)
+        self.declared = declared(config, {name: info.global_shape for name, info in self.shards.items()})
         freeze(config, self)
 
     def forward(self, batch: MicroBatch, carry: Carry) -> tuple[Carry, dict[str, Tensor]]:

@@ -22,12 +22,12 @@ def initialize_weights(chunk: GLMChunk, seed: int) -> None:
     std = chunk.config.initializer_range
     for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
         local(tensor).zero_()  # vocabulary padding and buffers stay zero
-        if name not in chunk.shards or name.endswith(("bias",)):
+        if name not in chunk.declared:
             continue
         part = rectangle(name, tensor, chunk.shards[name])
-        if part.tensor.dim() == 1:
+        if chunk.declared[name].kind == "norm":
             part.tensor.fill_(1.0)
-        elif part.tensor.numel():
+        elif chunk.declared[name].kind in ("matrix", "vocabulary") and part.tensor.numel():
             _draw(part, std, seed)
 
 

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from megatron_glm.config.model import ModelConfig
+from megatron_glm.config.parameters import model_parameters
 
 
 def is_trained(config: ModelConfig, name: str) -> bool:
     """Whether training changes the parameter of this canonical name: all but indexers and MTP layers."""
-    _, _, layer = name.partition("layers.")
-    number = layer.partition(".")[0]
-    return ".indexer." not in name and not (number.isdecimal() and int(number) in config.mtp_layer_ids)
+    parameter = model_parameters(config)[name]
+    return parameter.part != "indexer" and not parameter.mtp
 
 
 def freeze(config: ModelConfig, chunk: nn.Module) -> None:

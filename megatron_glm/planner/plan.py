@@ -1,7 +1,7 @@
 """What a run needs, from its configuration alone: bytes and work of each pipeline rank. No device, no process.
 
-Parameter, gradient and moment bytes are those of the real modules, built on the meta device with stand-ins for the
-process groups, cut as FSDP2 cuts them: exact. Activations and buffers are estimates from shapes; each function has its
+Parameter, gradient and moment bytes follow from the declared parameters, cut as tensor and expert parallelism and FSDP2
+cut them: exact. Activations and buffers are estimates from shapes; each function has its
 formula. Every document is taken to fill its pack, which attends the most. All amounts are bytes, unless said.
 """
 
@@ -91,7 +91,7 @@ class Plan:
         return Shapes(pack, tokens, tokens // grid.tp, dense, min(topk, pack), grid.tp, 2 if config.train.bf16 else 4)
 
     def units(self, stage: Stage) -> tuple[Unit, ...]:
-        return stage_units(self.config.model, self.config.parallel, self.config.kernels, self.grid, stage)
+        return stage_units(self.config.model, self.grid, stage)
 
     def rank_units(self, pp_rank: int) -> list[Unit]:
         return [unit for stage in self.layout.of_rank(pp_rank) for unit in self.units(stage)]

@@ -1,4 +1,4 @@
-"""The parameters of a virtual stage by FSDP unit, from the real modules on the meta device."""
+"""The parameters of a virtual stage by FSDP unit, from their declaration."""
 
 from __future__ import annotations
 
@@ -6,35 +6,19 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-import torch
-from torch import nn
-
-from megatron_glm.config import KernelConfig, ModelConfig, ParallelConfig
-from megatron_glm.model.glm import GLMChunk
+from megatron_glm.config import ModelConfig
+from megatron_glm.config.parameters import Parameter, model_parameters
+from megatron_glm.model.trained import is_trained
 from megatron_glm.parallel.fsdp import shard_dim
-from megatron_glm.parallel.grid import GROUP_AXES, Grid
-from megatron_glm.parallel.groups import ParallelGroups
+from megatron_glm.parallel.grid import Grid
 from megatron_glm.parallel.pipeline.layout import Stage
-
-
-@dataclass(frozen=True)
-class SizeOnlyGroup:
-    """A process group of which only the size matters; this rank is its first."""
-
-    ranks: int
-
-    def size(self) -> int:
-        return self.ranks
-
-    def rank(self) -> int:
-        return 0
 
 
 @dataclass(frozen=True)
 class Unit:
     """Parameters that FSDP gathers together: shapes after the tensor and expert cut, before FSDP's.
 
-    kind: "experts", "layer", "embedding", "head" or "root", which is what these leave: the last norm, if anything.
+    kind: "experts", "layer", "embedding", "head" or "root": the last norm.
     runs: False in an MTP layer, which is held and never gathered.
     """
 
@@ -72,29 +56,30 @@ def _shard(shape: tuple[int, ...], index: int, size: int) -> int:
 
 
 @cache
-def stage_units(
-    model: ModelConfig, parallel: ParallelConfig, kernels: KernelConfig, grid: Grid, stage: Stage
-) -> tuple[Unit, ...]:
+def stage_units(model: ModelConfig, grid: Grid, stage: Stage) -> tuple[Unit, ...]:
     """The FSDP units of one virtual stage; see `fsdp.shard_chunk`."""
-    sizes = {name: math.prod(getattr(grid, axis) for axis in axes) for name, (_, axes) in GROUP_AXES.items()}
-    axes = {name: SizeOnlyGroup(size) for name, size in sizes.items()}
-    world = SizeOnlyGroup(grid.pp * grid.dp * grid.cp * grid.tp)
-    groups = ParallelGroups(world, world, world, pp_forward=None, pp_backward=None, **axes)
-    where = {"embedding": stage.embedding, "head": stage.head, "mtp": stage.mtp}
-    with torch.device("meta"):
-        chunk = GLMChunk(model, stage.layers, groups, parallel, kernels, **where)
-    modules: list[tuple[str, nn.Module | None, bool]] = []
-    for name, layer in chunk.layers.items():
-        runs = int(name) < model.num_hidden_layers
-        modules += [("experts", getattr(layer.mlp, "experts", None), runs), ("layer", layer, runs)]
-    modules += [("embedding", chunk.embed_tokens, True), ("head", chunk.lm_head, True), ("root", chunk, True)]
-    units, taken = [], set()
-    for kind, module, runs in modules:
-        if module is not None:
-            mine = [parameter for parameter in module.parameters() if parameter not in taken]
-            taken.update(mine)
-            shapes = {
-                trains: tuple(tuple(p.shape) for p in mine if p.requires_grad == trains) for trains in (True, False)
-            }
-            units.append(Unit(kind, runs, shapes[True], shapes[False]))
-    return tuple(units)
+    units: dict[tuple[int | None, str], list[Parameter]] = {}
+    for parameter in model_parameters(model).values():
+        if parameter.kind != "buffer" and _holds(stage, parameter):
+            units.setdefault((parameter.layer, parameter.fsdp_unit), []).append(parameter)
+    return tuple(_unit(model, grid, kind, members) for (_, kind), members in units.items())
+
+
+def _holds(stage: Stage, parameter: Parameter) -> bool:
+    if parameter.layer is None:
+        return stage.embedding if parameter.part == "embedding" else stage.head
+    return stage.mtp if parameter.mtp else parameter.layer in stage.layers
+
+
+def _unit(model: ModelConfig, grid: Grid, kind: str, members: list[Parameter]) -> Unit:
+    shapes: dict[bool, list[tuple[int, ...]]] = {True: [], False: []}
+    for parameter in members:
+        shapes[is_trained(model, parameter.name)].append(_local_shape(parameter, grid))
+    return Unit(kind, not members[0].mtp, tuple(shapes[True]), tuple(shapes[False]))
+
+
+def _local_shape(parameter: Parameter, grid: Grid) -> tuple[int, ...]:
+    """What tensor and expert parallelism leave to a rank, padding of the vocabulary included."""
+    shape = parameter.shape
+    dim, ranks = (0, grid.ep) if parameter.part == "experts" else (parameter.tp_dim, grid.tp)
+    return shape if dim is None else (*shape[:dim], -(-shape[dim] // ranks), *shape[dim + 1 :])

@@ -85,8 +85,9 @@ def build_optimizer(chunks: Iterable[nn.Module], config: OptimizerConfig) -> Ada
     over another than the rest) because the fused kernel takes a list of one mesh only.
     """
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {(False, False): []}  # a stage may have nothing to train
-    for _, parameter, shard in trained_parameters(chunks):
-        groups.setdefault((shard.expert, len(shard.global_shape) > 1), []).append(parameter)
+    for chunk in chunks:
+        for name, parameter, shard in trained_parameters([chunk]):
+            groups.setdefault((shard.expert, chunk.declared[name].decays), []).append(parameter)
     optimizer = AdamW(
         [
             {"params": parameters, "weight_decay": config.weight_decay if decays else 0.0}

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_glm.config import ModelConfig
+from megatron_glm.config.parameters import model_parameters
 from megatron_glm.model.glm import GLMChunk
 from megatron_glm.parallel.groups import ParallelGroups
 
@@ -23,15 +24,9 @@ MODULES = ("embedding", "attention", "indexer", "router", "experts", "mlp", "nor
 
 def module_of(name: str, model: ModelConfig) -> str:
     """The one of MODULES that a parameter belongs to, by its canonical name."""
-    if name.startswith("layers.") and int(name.split(".")[1]) >= model.num_hidden_layers:
-        return "mtp"
-    if ".indexer." in name:
-        return "indexer"
-    if name.endswith("norm.weight"):
-        return "norms"
-    places = {"embed_tokens.": "embedding", "lm_head.": "head", ".self_attn.": "attention", ".mlp.gate.": "router"}
-    places |= {".mlp.experts.": "experts", ".mlp.": "mlp"}  # the last one: dense layers and shared experts
-    return next(module for place, module in places.items() if place in name)
+    parameter = model_parameters(model)[name]
+    part = "mtp" if parameter.mtp else parameter.part
+    return "mlp" if part in ("dense", "shared") else part
 
 
 @torch.no_grad()

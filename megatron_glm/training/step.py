@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron_glm import signals
 from megatron_glm.config import RunConfig
+from megatron_glm.config.flops import training_flops
 from megatron_glm.data.packing import PackedBatch
-from megatron_glm.flops import training_flops
 from megatron_glm.model.router import update_router_biases
 from megatron_glm.parallel.fsdp import local, reduce_partial_gradients
 from megatron_glm.parallel.groups import ParallelGroups

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_glm.config import ModelConfig
-from megatron_glm.flops import training_flops
+from megatron_glm.config.flops import training_flops
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))

@@ -62,7 +62,7 @@ def headers_only(folder: Path, config: ModelConfig) -> int:
     (folder / "config.json").write_text(json.dumps(config.to_hf()))
     headers: list[dict] = [{}]
     size = total = 0
-    for tensor in hf.all_hf_tensors(hf.parameter_shapes(config)):
+    for tensor in hf.all_hf_tensors(config):
         nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
         if size + nbytes > 5 * 10**9:
             headers.append({})
@@ -133,13 +133,13 @@ def test_one_expert_is_found_without_its_neighbours():
 
 def test_fp8_set_and_config_are_those_of_the_release():
     """GLM-5.2-FP8 has 118,629 tensors."""
-    shapes = hf.parameter_shapes(ModelConfig.from_hf("glm5.2"))
-    keys = [tensor.key for tensor in hf.all_hf_tensors(shapes)]
-    quantized = [key for key in keys if hf.is_quantized(key)]
-    assert len(keys) + len(quantized) == 118_629
+    model = ModelConfig.from_hf("glm5.2")
+    tensors = list(hf.all_hf_tensors(model))
+    quantized = [tensor.key for tensor in tensors if tensor.fp8]
+    assert len(tensors) + len(quantized) == 118_629
     for part in ("kv_a_proj_with_mqa", "kv_b_proj", "indexer.wq_b", "indexer.wk"):
         assert f"model.layers.78.self_attn.{part}.weight" in quantized
-    config = hf.quantization_config(shapes)
+    config = hf.quantization_config(model)
     kept = config.pop("modules_to_not_convert")
     blocks = {"weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     assert config == {"quant_method": "fp8", "fmt": "e4m3"} | blocks
@@ -156,7 +156,7 @@ def test_fp8_round_trips(tmp_path: Path):
     convert.Export(first, 10**5, fp8=True).write(tmp_path / "fp8", Run(verify=True))
     stored = hf_folder.read_folder(tmp_path / "fp8")
     config = json.loads((tmp_path / "fp8" / "config.json").read_text())
-    assert config.pop("quantization_config") == hf.quantization_config(convert.Export(first).shapes)
+    assert config.pop("quantization_config") == hf.quantization_config(convert.Export(first).config)
     assert config == json.loads((tmp_path / "hf" / "config.json").read_text())
     key = "model.layers.3.mlp.experts.5.up_proj.weight"
     assert stored[key].dtype == torch.float8_e4m3fn and stored[key + "_scale_inv"].shape == (1, 2)

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_glm.config import ModelConfig
-from megatron_glm.flops import attended_keys, causal_keys, forward_flops, training_flops
+from megatron_glm.config.flops import attended_keys, causal_keys, forward_flops, training_flops
 
 
 def by_rows(config: ModelConfig, lengths: list[int]) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_glm.config import ModelConfig, ParallelConfig
-from megatron_glm.flops import layer_flops
+from megatron_glm.config.flops import layer_flops
 from megatron_glm.parallel.pipeline.layout import MEASURED, Pace, build_layout, check_layout, stage_costs
 from megatron_glm.parallel.pipeline.schedule import build_schedule
 from megatron_glm.parallel.pipeline.simulate import simulate

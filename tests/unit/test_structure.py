@@ -26,7 +26,6 @@ ALLOWED = {
 }
 # top-level modules that belong to a part
 MODULE_PARTS = {
-    "flops": "config",
     "heartbeat": "config",
     "launch": "config",
     "packages": "config",

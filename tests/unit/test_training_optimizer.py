@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from megatron_glm.config import OptimizerConfig
+from megatron_glm.config.parameters import Parameter
 from megatron_glm.parallel.fsdp import local
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.shard import ShardInfo
@@ -43,6 +44,8 @@ class Net(nn.Module):
             name: ShardInfo(tuple(p.shape), (0,) * p.dim(), replicas.get(name, ()), (), "expert" in name)
             for name, p in self.named_parameters()
         }
+        kinds = {name: "norm" if p.dim() == 1 else "matrix" for name, p in self.named_parameters()}
+        self.declared = {name: Parameter(name, (), "attention", kind) for name, kind in kinds.items()}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.expert(self.norm(self.dense(self.frozen(x)))).square().sum()

@@ -16,8 +16,8 @@ from megatron_glm.config import (
     RunConfig,
     TrainConfig,
 )
+from megatron_glm.config.flops import training_flops
 from megatron_glm.data.packing import build_batch
-from megatron_glm.flops import training_flops
 from megatron_glm.model.plan import AttentionPlan, has_sparse_rows
 from megatron_glm.parallel import fsdp
 from megatron_glm.parallel.fsdp import local

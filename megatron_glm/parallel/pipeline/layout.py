@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_glm.config import ModelConfig, ParallelConfig, RunConfig
-from megatron_glm.flops import head_flops, layer_flops
+from megatron_glm.config.flops import head_flops, layer_flops
 from megatron_glm.parallel.grid import Grid
 from megatron_glm.parallel.pipeline.schedule import (
     Placement,

@@ -8,10 +8,13 @@ Padding and recomputation count as nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
+from functools import cache
 from typing import NamedTuple
 
-from megatron_glm.config import ModelConfig
+from .model import ModelConfig
+from .parameters import layer_parameters, model_parameters
 
 
 def causal_keys(length: int) -> int:
@@ -45,24 +48,26 @@ def layer_flops(config: ModelConfig, layer: int, doc_lengths: Iterable[int]) -> 
     tokens = sum(lengths)
     attended = sum(attended_keys(length, config.index_topk) for length in lengths)
     attention = 2 * config.num_attention_heads * attended * (config.qk_head_dim + config.v_head_dim)
-    products, experts = 2 * tokens * _projections(config), 0
-    if config.is_moe(layer):
-        expert = 6 * tokens * config.hidden_size * config.moe_intermediate_size
-        products += expert * config.n_shared_experts + 2 * tokens * config.n_routed_experts * config.hidden_size
-        experts = expert * config.num_experts_per_tok
-    else:
-        products += 6 * tokens * config.hidden_size * config.intermediate_size
-    if not config.has_indexer(layer):
-        return LayerFlops(products, experts, attention, 0, 0)
-    width = config.index_n_heads * config.index_head_dim
-    indexer = config.q_lora_rank * width + config.hidden_size * (config.index_head_dim + config.index_n_heads)
-    scores = 2 * sum(map(causal_keys, lengths)) * width
-    return LayerFlops(products, experts, attention, scores, 2 * tokens * indexer)
+    products = _products(config, layer)
+    scores = 0
+    if config.has_indexer(layer):
+        scores = 2 * config.index_n_heads * config.index_head_dim * sum(map(causal_keys, lengths))
+    trained = tokens * (products.total() - products["experts"] - products["indexer"])
+    return LayerFlops(trained, tokens * products["experts"], attention, scores, tokens * products["indexer"])
+
+
+@cache
+def _products(config: ModelConfig, layer: int) -> Counter[str]:
+    """FLOPs of one token's products with a layer's parameters, by their part."""
+    found: Counter[str] = Counter()
+    for parameter in layer_parameters(config, layer):
+        found[parameter.part] += parameter.flops
+    return found
 
 
 def head_flops(config: ModelConfig, tokens: int) -> int:
     """The output projection's forward."""
-    return 2 * tokens * config.vocab_size * config.hidden_size
+    return tokens * model_parameters(config)["lm_head.weight"].flops
 
 
 def forward_flops(config: ModelConfig, doc_lengths: Iterable[int]) -> tuple[int, int]:
@@ -77,15 +82,3 @@ def training_flops(config: ModelConfig, doc_lengths: Iterable[int]) -> int:
     """FLOPs of a training step on these documents: the backward costs twice the forward, except a frozen indexer's."""
     trained, indexers = forward_flops(config, doc_lengths)
     return 3 * trained + indexers
-
-
-def _projections(config: ModelConfig) -> int:
-    """Multiply-adds a token in the projections of the attention."""
-    heads, qk = config.num_attention_heads, config.qk_head_dim
-    return (
-        config.hidden_size * config.q_lora_rank
-        + config.q_lora_rank * heads * qk
-        + config.hidden_size * (config.kv_lora_rank + config.qk_rope_head_dim)
-        + config.kv_lora_rank * heads * (config.qk_nope_head_dim + config.v_head_dim)
-        + heads * config.v_head_dim * config.hidden_size
-    )
