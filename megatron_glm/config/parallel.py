@@ -20,6 +20,9 @@ class ParallelConfig(Section):
     pipeline_model_parallel_layout: str | None = option(
         None, "layers of each (virtual) stage: a Megatron layout string, or auto for a split by cost"
     )
+    pipeline_schedule: Literal["1f1b", "zero-bubble"] = option(
+        "1f1b", "zero-bubble: make the gradients of weights where a rank would wait for others; keeps more"
+    )
     microbatch_group_size_per_vp_stage: int | None = option(
         None, "micro-batches that a virtual stage runs in a row (default: the number of pipeline stages)"
     )
@@ -95,6 +98,11 @@ class ParallelConfig(Section):
             raise ValueError(
                 f"--num-layers-per-virtual-pipeline-stage {per_stage} and --pipeline-model-parallel-layout "
                 f"{self.pipeline_model_parallel_layout} both set the stages: give one"
+            )
+        if pp == 1 and self.pipeline_schedule != "1f1b":
+            raise ValueError(
+                f"--pipeline-schedule {self.pipeline_schedule} needs --pipeline-model-parallel-size above 1: "
+                "a single stage never waits"
             )
         if pp == 1 and per_stage is not None:
             raise ValueError(

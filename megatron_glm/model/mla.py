@@ -15,7 +15,7 @@ from megatron_glm.model.norm import RMSNorm
 from megatron_glm.model.plan import AttentionPlan
 from megatron_glm.ops.dense_mla import dense_mla
 from megatron_glm.ops.latent import expanded_keys, outputs, queries
-from megatron_glm.ops.recompute import keep_choice, keep_products
+from megatron_glm.ops.recompute import keep_choice
 from megatron_glm.ops.rope import apply_rope
 from megatron_glm.ops.sparse_mla import sparse_mla
 from megatron_glm.parallel.collectives import gather_pack, gather_rows
@@ -40,13 +40,13 @@ class MLA(nn.Module):
         self.latent = config.kv_lora_rank
         self.scale = config.qk_head_dim**-0.5
 
-        self.q_a_proj = ReplicatedLinear(config.hidden_size, config.q_lora_rank, tp)
+        self.q_a_proj = ReplicatedLinear(config.hidden_size, config.q_lora_rank, tp, kept=True)
         self.q_a_layernorm = RMSNorm(config.q_lora_rank, config.latent_norm_eps, tp)
         self.q_b_proj = ColumnParallelLinear(config.q_lora_rank, heads * config.qk_head_dim, tp)
-        self.kv_a_proj_with_mqa = ReplicatedLinear(config.hidden_size, self.latent + self.rope, tp)
+        self.kv_a_proj_with_mqa = ReplicatedLinear(config.hidden_size, self.latent + self.rope, tp, kept=True)
         self.kv_a_layernorm = RMSNorm(self.latent, config.latent_norm_eps, tp)
         self.kv_b_proj = ColumnParallelLinear(self.latent, heads * (self.nope + self.value), tp)
-        self.o_proj = RowParallelLinear(heads * self.value, config.hidden_size, tp)
+        self.o_proj = RowParallelLinear(heads * self.value, config.hidden_size, tp, kept=True)
         self.indexer = Indexer(config, tp, groups.tp_cp, backend) if config.has_indexer(layer) else None
 
     def forward(self, x: Tensor, plan: AttentionPlan, topk: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -60,21 +60,16 @@ class MLA(nn.Module):
         """
         alone = self.groups.cp.size() > 1 and self.groups.tp.size() == 1  # q communicates under TP
         kv = beside(alone, lambda x: self._latents(x, plan), x)
-        with keep_products():
-            qr = self.q_a_proj(x)
-        qr = self.q_a_layernorm(qr)
+        qr = self.q_a_layernorm(self.q_a_proj(x))
         if self.indexer is not None and plan.sparse is not None:
             topk = keep_choice(lambda: self.indexer(x, qr, plan))
         q = self.q_b_proj(gather_rows(qr, self.groups.tp)).view(-1, self.heads, self.nope + self.rope)
         out = self.attend(q, kv(), topk, plan).flatten(1)
-        with keep_products():
-            return self.o_proj(out), topk
+        return self.o_proj(out), topk
 
     def _latents(self, x: Tensor, plan: AttentionPlan) -> Tensor:
         """Keys of the whole pack, `[c | k_rope]` [T, C+R] in pack order."""
-        with keep_products():
-            kv = self.kv_a_proj_with_mqa(x)
-        c, k_rope = kv.split((self.latent, self.rope), dim=-1)
+        c, k_rope = self.kv_a_proj_with_mqa(x).split((self.latent, self.rope), dim=-1)
         kv = torch.cat((self.kv_a_layernorm(c), apply_rope(k_rope, *plan.shard_rope)), dim=-1)
         return gather_pack(kv, self.groups.tp_cp, plan.order)
 

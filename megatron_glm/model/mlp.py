@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatron_glm.ops.recompute import keep_products
 from megatron_glm.ops.swiglu import swiglu
 from megatron_glm.parallel.collectives import gather_rows
 from megatron_glm.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -17,12 +16,10 @@ class MLP(nn.Module):
     def __init__(self, hidden_size: int, width: int, tp: ProcessGroup) -> None:
         super().__init__()
         self.tp = tp
-        self.gate_proj = ColumnParallelLinear(hidden_size, width, tp)
-        self.up_proj = ColumnParallelLinear(hidden_size, width, tp)
+        self.gate_proj = ColumnParallelLinear(hidden_size, width, tp, kept=True)
+        self.up_proj = ColumnParallelLinear(hidden_size, width, tp, kept=True)
         self.down_proj = RowParallelLinear(width, hidden_size, tp)
 
     def forward(self, x: Tensor) -> Tensor:
         x = gather_rows(x, self.tp)
-        with keep_products():
-            gate, up = self.gate_proj(x), self.up_proj(x)
-        return self.down_proj(swiglu(gate, up))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))

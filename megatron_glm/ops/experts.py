@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_glm.ops.recompute import keep_products
+from megatron_glm.ops import grad_sum
+from megatron_glm.ops.grad_sum import AS_THEY_ARE, GradSum, grouped_linear, weight_inputs
 from megatron_glm.ops.swiglu import weighted_swiglu, weighted_swiglu_backward, weighted_swiglu_torch
 
 
@@ -19,12 +19,16 @@ def grouped_mlp(rows: Tensor, row_weights: Tensor, counts: Tensor, gate_up: Tens
     rows [n, D], the first counts[0] of them for expert 0 and so on; row_weights [n] fp32; counts [e] int64 on the
     rows' device, zeros legal; gate_up [e, 2F, D], gate first; down [e, D, F]; -> [n, D]. Rows past counts.sum() are
     tail: what comes out of them is undefined, and it never reaches another row or a weight's gradient.
-    CUDA in bf16 runs grouped GEMMs without waiting for the counts; every other case, no rows at all included, is the
-    reference loop.
+    CUDA in bf16 runs grouped GEMMs without waiting for the counts; every other case, no rows at all included, is a loop
+    over the experts. One without rows has a gradient, too (zero): no rank skips its reduction.
     """
-    if rows.is_cuda and rows.dtype == torch.bfloat16 and rows.shape[0] > 0:
-        return _grouped(rows, row_weights, counts, gate_up, down)
-    return _reference(rows, row_weights, counts, gate_up, down)
+    ends = counts.cumsum(0).to(torch.int32)
+    product = grouped_linear(rows, gate_up, ends, kept=True)
+    if not grad_sum.has_grouped_products(rows):
+        return grouped_linear(weighted_swiglu_torch(product, row_weights), down, ends)
+    grads: list[Tensor] = []  # where _Down's backward leaves the output's gradient
+    product = _Keep.apply(product, row_weights, *weight_inputs(down), ends, grads)
+    return _Down.apply(product, row_weights.detach(), down.detach(), ends, grads)
 
 
 class _Keep(torch.autograd.Function):
@@ -35,9 +39,18 @@ class _Keep(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, gate_up: Tensor, row_weights: Tensor, down: Tensor, ends: Tensor, grads: list[Tensor]) -> Tensor:
+    def forward(
+        ctx,
+        gate_up: Tensor,
+        row_weights: Tensor,
+        down: Tensor,
+        parameter: Tensor,
+        total: GradSum | None,
+        ends: Tensor,
+        grads: list[Tensor],
+    ) -> Tensor:
         ctx.save_for_backward(gate_up, row_weights, down, ends)
-        ctx.grads = grads
+        ctx.total, ctx.grads = total, grads
         ctx.set_materialize_grads(False)
         return gate_up.view_as(gate_up)
 
@@ -45,9 +58,14 @@ class _Keep(torch.autograd.Function):
     def backward(ctx, _):
         gate_up, row_weights, down, ends = ctx.saved_tensors
         grad = ctx.grads.pop()
-        grad_hidden = F.grouped_mm(grad, down, offs=ends)
+        grad_hidden = AS_THEY_ARE.input_gradient(grad, down, ends)
         grad_gate_up, grad_weights, hidden = weighted_swiglu_backward(grad_hidden, gate_up, row_weights)
-        return grad_gate_up, grad_weights, F.grouped_mm(grad.t(), hidden, offs=ends), None, None
+        grad_down = None
+        if ctx.total is not None:
+            ctx.total.add_product(grad, hidden, ends)
+        elif ctx.needs_input_grad[3]:
+            grad_down = AS_THEY_ARE.weight_gradient(grad, hidden, ends)
+        return grad_gate_up, grad_weights, None, grad_down, None, None, None
 
 
 class _Down(torch.autograd.Function):
@@ -56,34 +74,9 @@ class _Down(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_up: Tensor, row_weights: Tensor, down: Tensor, ends: Tensor, grads: list[Tensor]) -> Tensor:
         ctx.grads = grads
-        return F.grouped_mm(weighted_swiglu(gate_up, row_weights), down.transpose(1, 2), offs=ends)
+        return AS_THEY_ARE.output(weighted_swiglu(gate_up, row_weights), down, ends)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         ctx.grads.append(grad.contiguous())
         return None, None, None, None, None
-
-
-def _grouped(rows: Tensor, row_weights: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    ends = counts.cumsum(0).to(torch.int32)
-    with keep_products():
-        product = F.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends)
-    grads: list[Tensor] = []  # where _Down's backward leaves the output's gradient
-    product = _Keep.apply(product, row_weights, down, ends, grads)
-    return _Down.apply(product, row_weights.detach(), down.detach(), ends, grads)
-
-
-def _reference(rows: Tensor, row_weights: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    sizes = counts.tolist()
-    sizes.append(rows.shape[0] - sum(sizes))
-    *groups, tail = rows.split(sizes)
-    *weights, _ = row_weights.split(sizes)
-    # Empty experts run too, so that every weight has a gradient (zero) on every rank and no rank skips its reduction.
-    # unbind, because the backward of weight[e] would be one zero tensor of all experts for each expert.
-    with keep_products():
-        products = [F.linear(group, w_in) for group, w_in in zip(groups, gate_up.unbind(), strict=True)]
-    outputs = [
-        F.linear(weighted_swiglu_torch(product, weight), w_out)
-        for product, weight, w_out in zip(products, weights, down.unbind(), strict=True)
-    ]
-    return torch.cat([*outputs, torch.zeros_like(tail)])

@@ -8,28 +8,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_glm.torch_private import private
 
-TorchDispatchMode, tree_leaves, tree_map_only, without_key, view_key, grouped_mm, _ = private(
+tree_leaves, tree_map_only, without_key, view_key, _ = private(
     __name__,
-    "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.utils._pytree.tree_leaves",
     "torch.utils._pytree.tree_map_only",
     "torch._C._SetExcludeDispatchKeyGuard",
     "torch._C.DispatchKey.ADInplaceOrView",
-    "torch.ops.aten._grouped_mm.default",
     "torch.Tensor._version",
 )
-
-# No view, which would hold on to a weight that FSDP has gathered.
-PRODUCTS = (torch.ops.aten.mm.default, grouped_mm)
 
 
 class RecomputeCache:
@@ -88,23 +82,9 @@ def keep_choice(compute: Callable[[], Any]) -> Any:
 
 
 def keep_product(compute: Callable[[], Any]) -> Any:
-    """The same for a result that is expensive to compute and small to keep: selective recomputation keeps it."""
+    """The same for a result that is expensive to compute and small to keep: selective recomputation keeps it.
+
+    It must be no view, which would hold on to a weight that FSDP has gathered.
+    """
     kept = _kept.get()
     return compute() if kept is None or not kept.products else kept.take(compute)
-
-
-def keep_products() -> AbstractContextManager:
-    """In this block, selective recomputation keeps the results of PRODUCTS: expensive to compute, small to keep."""
-    kept = _kept.get()
-    return nullcontext() if kept is None or not kept.products else _KeepProducts(kept)
-
-
-class _KeepProducts(TorchDispatchMode):
-    def __init__(self, kept: RecomputeCache) -> None:
-        super().__init__()
-        self.kept = kept
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if operator in PRODUCTS:
-            return self.kept.take(lambda: operator(*args, **(kwargs or {})))
-        return operator(*args, **(kwargs or {}))

@@ -33,6 +33,9 @@ flatten, unflatten, shape_and_offset, *_ = private(
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
     f"{FSDP}._fsdp_state.FSDPState._fsdp_param_group",
+    f"{FSDP}._fsdp_state.FSDPState._state_ctx",
+    f"{FSDP}._fsdp_state.FSDPState._root_post_backward_final_callback",
+    f"{FSDP}._fsdp_param_group.FSDPParamGroup.post_backward",
     f"{FSDP}._fsdp_param_group.FSDPParamGroup.fsdp_params",
     f"{FSDP}._fsdp_param.FSDPParam._unsharded_param",
     f"{FSDP}._fsdp_param.FSDPParam.unsharded_accumulated_grad",
@@ -67,7 +70,7 @@ def shard_chunk(chunk: nn.Module, groups: ParallelGroups, parallel: ParallelConf
                 ignored_params=others,
             )
             module.stays_gathered = not reshard
-            if not experts:
+            if not experts or parallel.pipeline_schedule != "1f1b":  # else autograd makes them, before their "W"
                 module.register_forward_pre_hook(lambda module, _: attach_grad_sums(module))  # once it is gathered
         else:
             WholeWeights(module, taken, dtype, keep=not reshard, narrow=experts)
@@ -129,6 +132,23 @@ def set_gradient_sync(chunk: nn.Module, sync: bool, last: bool) -> None:
         # FSDP2 fails in a frozen module that never runs (an MTP layer) when it is told to accumulate.
         if not any(p.requires_grad for p in module.parameters()):
             module.set_requires_gradient_sync(True)
+
+
+def reduce_gradients(chunk: nn.Module, last: bool) -> None:
+    """Reduce what backwards without synchronisation have left, and gradients that were added after them.
+
+    FSDP2 reduces at the end of a backward; this is that end, run by itself, as torch.distributed.pipelining does.
+    """
+    if not isinstance(chunk, FSDPModule):
+        return
+    set_gradient_sync(chunk, sync=True, last=last)
+    root = chunk._get_fsdp_state()
+    for state in root._state_ctx.all_states:
+        if state._fsdp_param_group is not None:
+            state._fsdp_param_group.post_backward()
+    root._root_post_backward_final_callback()
+    if not last:
+        set_gradient_sync(chunk, sync=False, last=False)
 
 
 def gather_ahead(chunk: nn.Module, changed: torch.Event | None) -> None:

@@ -2,7 +2,7 @@
 
 Between layers a tensor-parallel rank holds its sequence shard [t/TP, D]. A block gathers the rows
 (`collectives.gather_rows`), multiplies by its columns, then by its rows, and the sum over the ranks is
-scattered back to sequence shards. No layer has a bias.
+scattered back to sequence shards. No layer has a bias. Selective recomputation keeps a product that is `kept`.
 """
 
 from __future__ import annotations
@@ -39,37 +39,40 @@ def split(shape: tuple[int, ...], dim: int, tp: ProcessGroup) -> tuple[tuple[int
 class ReplicatedLinear(nn.Module):
     """x [t/TP, in] -> [t/TP, out] on the sequence shard, with the whole weight [out, in] on every rank."""
 
-    def __init__(self, in_features: int, out_features: int, tp: ProcessGroup) -> None:
+    def __init__(self, in_features: int, out_features: int, tp: ProcessGroup, kept: bool = False) -> None:
         super().__init__()
+        self.kept = kept
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.shards = {"weight": replicated((out_features, in_features), tp)}
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
+        return linear(x, self.weight, self.kept)
 
 
 class ColumnParallelLinear(nn.Module):
     """Gathered x [t, in] -> this rank's output features [t, out/TP]; weight rows are split."""
 
-    def __init__(self, in_features: int, out_features: int, tp: ProcessGroup) -> None:
+    def __init__(self, in_features: int, out_features: int, tp: ProcessGroup, kept: bool = False) -> None:
         super().__init__()
+        self.kept = kept
         shape, info = split((out_features, in_features), 0, tp)
         self.weight = nn.Parameter(torch.empty(shape))
         self.shards = {"weight": info}
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
+        return linear(x, self.weight, self.kept)
 
 
 class RowParallelLinear(nn.Module):
     """This rank's input features [t, in/TP] -> summed sequence shard [t/TP, out]; weight columns are split."""
 
-    def __init__(self, in_features: int, out_features: int, tp: ProcessGroup) -> None:
+    def __init__(self, in_features: int, out_features: int, tp: ProcessGroup, kept: bool = False) -> None:
         super().__init__()
+        self.kept = kept
         shape, info = split((out_features, in_features), 1, tp)
         self.weight = nn.Parameter(torch.empty(shape))
         self.shards = {"weight": info}
         self.tp = tp
 
     def forward(self, x: Tensor) -> Tensor:
-        return scatter_sum_rows(linear(x, self.weight), self.tp)
+        return scatter_sum_rows(linear(x, self.weight, self.kept), self.tp)

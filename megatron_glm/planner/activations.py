@@ -62,7 +62,7 @@ def _selection(model: ModelConfig, layer: int, s: Shapes) -> int:
 
 
 def _products(model: ModelConfig, layer: int, s: Shapes) -> int:
-    """What selective recomputation keeps beside full: the results of the products marked with `keep_products`."""
+    """What selective recomputation keeps beside full: the results of the products that are `kept`."""
     latents = s.shard * (model.q_lora_rank + model.kv_lora_rank + model.qk_rope_head_dim) * s.b
     kept = _outputs(model, s) + latents + s.tokens * model.hidden_size * s.b  # o_proj's, before the sum over TP ranks
     if not model.is_moe(layer):
@@ -101,6 +101,17 @@ def layer_gradients(model: ModelConfig, s: Shapes) -> int:
     attention = 2 * s.tokens * (model.num_attention_heads // s.tp) * width * s.b + s.pack * width * 4
     rows = s.shard * model.num_experts_per_tok
     return max(attention, rows * (model.hidden_size + 4 * model.moe_intermediate_size) * s.b)
+
+
+def layer_deferred(model: ModelConfig, layer: int, s: Shapes) -> int:
+    """Bytes that a layer's backward leaves for its "W": input and output gradient of each product of a weight."""
+    d, heads = model.hidden_size, model.num_attention_heads // s.tp
+    latents = d + 2 * model.q_lora_rank + model.kv_lora_rank + model.qk_rope_head_dim  # q_b's input is counted here
+    attention = s.shard * latents + s.tokens * (heads * (model.qk_head_dim + model.v_head_dim) + d)
+    width = model.n_shared_experts * model.moe_intermediate_size if model.is_moe(layer) else model.intermediate_size
+    mlp = s.tokens * (2 * d + 3 * width // s.tp)
+    rows = s.shard * model.num_experts_per_tok if model.is_moe(layer) else 0
+    return s.b * (attention + mlp + rows * (2 * d + 3 * model.moe_intermediate_size))
 
 
 def vocabulary_elements(model: ModelConfig, s: Shapes) -> int:

@@ -14,14 +14,22 @@ from megatron_glm.config import ModelConfig, RunConfig
 from megatron_glm.ops.sparse_mla import PART_BYTES, sums_in_order
 from megatron_glm.parallel.fsdp import holds_whole
 from megatron_glm.parallel.grid import Grid
-from megatron_glm.parallel.pipeline.layout import PipelineLayout, Stage, build_layout, check_layout, stage_costs
-from megatron_glm.parallel.pipeline.schedule import Schedule, build_schedule
+from megatron_glm.parallel.pipeline.layout import (
+    PipelineLayout,
+    Stage,
+    build_layout,
+    check_layout,
+    schedule_of,
+    stage_costs,
+)
+from megatron_glm.parallel.pipeline.schedule import WEIGHT, Schedule
 from megatron_glm.parallel.pipeline.simulate import Simulation, simulate
 from megatron_glm.planner.activations import (
     Shapes,
     head_bytes,
     head_kept,
     layer_again,
+    layer_deferred,
     layer_gradients,
     layer_kept,
     vocabulary_elements,
@@ -74,8 +82,8 @@ class Plan:
                 raise ValueError(f"too large to plan: {number:,} {what}, at most {most:,}")
         grid = check_layout(parallel, model, world_size, length, count)
         layout = build_layout(parallel, model, length, count)
-        schedule = build_schedule(grid.pp, layout.chunks, count, parallel.microbatch_group_size_per_vp_stage)
-        costs = stage_costs(layout, model, length, parallel.recompute_granularity)
+        schedule = schedule_of(parallel, layout, count)
+        costs = stage_costs(layout, model, length, parallel)
         work = tuple(sum(sum(costs[stage]) for stage in stages) for stages in layout.placement.stages)
         return cls(config, world_size, gpus_per_node, grid, layout, schedule, simulate(schedule, costs), work)
 
@@ -227,10 +235,13 @@ class Plan:
 
     def _kept(self, pp_rank: int) -> int:
         """Most bytes of activations between forwards and backwards, action by action through the schedule."""
-        sizes = [self._kept_of_layers(stage) for stage in self.layout.of_rank(pp_rank)]
+        stages, model = self.layout.of_rank(pp_rank), self.config.model
+        kept = [self._kept_of_layers(stage) for stage in stages]
+        defers = WEIGHT in self.schedule.kinds
+        put_off = [defers * sum(layer_deferred(model, i, self.shapes) for i in stage.layers) for stage in stages]
         live = peak = 0
         for kind, chunk, _ in self.schedule.actions[pp_rank]:
-            live += sizes[chunk] if kind == "F" else -sizes[chunk]
+            live += {"F": kept[chunk], "B": put_off[chunk] - kept[chunk], "W": -put_off[chunk]}[kind]
             peak = max(peak, live)
         return peak
 

@@ -12,12 +12,12 @@ from megatron_glm.model.glm import GLMChunk, carry_fields
 from megatron_glm.model.micro_batch import MicroBatch
 from megatron_glm.model.plan import AttentionPlan, has_sparse_rows
 from megatron_glm.ops.upload import upload
-from megatron_glm.parallel.fsdp import gather_ahead, record_change, set_gradient_sync
+from megatron_glm.parallel.fsdp import gather_ahead, record_change, reduce_gradients, set_gradient_sync
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.pipeline.carry import Carry, CarryField
+from megatron_glm.parallel.pipeline.layout import schedule_of
 from megatron_glm.parallel.pipeline.p2p import GroupTransport
 from megatron_glm.parallel.pipeline.runner import Losses, Runner
-from megatron_glm.parallel.pipeline.schedule import build_schedule
 from megatron_glm.training.initialize import current_device, pipeline_layout
 
 LM = "lm"  # the cross entropy of the next token
@@ -42,7 +42,8 @@ class Engine:
         Returns:
             the losses of this rank's stages by name, one dict a micro-batch: fp32 scalars, divided by their counts.
         """
-        sync = self.config.parallel.grad_sync == "every"
+        parallel = self.config.parallel
+        sync = parallel.grad_sync == "every" and parallel.pipeline_schedule == "1f1b"
         for chunk in self.chunks:
             set_gradient_sync(chunk, sync=sync, last=False)
         return self._run(batches, {name: 1 / max(count, 1) for name, count in counts.items()}, training=True)
@@ -52,9 +53,8 @@ class Engine:
         return self._run(batches, {}, training=False)
 
     def _run(self, batches: Sequence[PackedBatch], scales: dict[str, float], training: bool) -> list[Losses]:
-        config, layout = self.config, self._layout
-        group_size = config.parallel.microbatch_group_size_per_vp_stage
-        schedule = build_schedule(layout.pp, layout.chunks, len(batches), group_size, not training)
+        config = self.config
+        schedule = schedule_of(config.parallel, self._layout, len(batches), forward_only=not training)
         changed = record_change()
         inputs: dict[int, MicroBatch] = {}  # of the micro-batches that are between this rank's first and last chunk
 
@@ -71,7 +71,16 @@ class Engine:
             schedule, self.groups.pp.rank(), self._transport, self._fields(len(batches[0].tokens)), self.device
         )
         sparse = [has_sparse_rows(config.model, batch.doc_lengths, config.dense_rows) for batch in batches]
-        return runner.run(forward, lambda chunk: set_gradient_sync(self.chunks[chunk], sync=True, last=True), sparse)
+        return runner.run(forward, self._before_gradients, self._after_weights, sparse)
+
+    def _before_gradients(self, chunk: int) -> None:
+        """The next backward of this chunk completes its gradients."""
+        set_gradient_sync(self.chunks[chunk], sync=True, last=True)
+
+    def _after_weights(self, chunk: int, last: bool) -> None:
+        """The deferred gradients of weights of one micro-batch have been made, the step's `last` one or another."""
+        if last or self.config.parallel.grad_sync == "every":
+            reduce_gradients(self.chunks[chunk], last)
 
     def _fields(self, total: int) -> tuple[CarryField, ...]:
         """What crosses between stages, for packs of `total` tokens."""

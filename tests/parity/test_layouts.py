@@ -36,6 +36,7 @@ HYBRID4 = {"moe_token_dispatcher_type": "hybrid", "expert_node_size": 4}
 ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
 KEPT = {"reshard_after_forward": False, "reshard_experts_after_forward": False}
 EVERY = {"grad_sync": "every"}
+ZERO_BUBBLE = {"pipeline_schedule": "zero-bubble"}
 
 # Data parallelism is what is left of the ranks.
 GRID = {
@@ -50,6 +51,8 @@ GRID = {
         "pp2 vp2": layout(pp=2, vp=2),
         "pp2 vp3 full recompute": layout(pp=2, vp=3, kind="deep", **FULL),
         "pp2 vp2 gradients reduced every time": layout(pp=2, vp=2, **EVERY),
+        "pp2 zero bubble": layout(pp=2, **ZERO_BUBBLE),
+        "pp2 vp2 zero bubble full recompute": layout(pp=2, vp=2, **ZERO_BUBBLE, **FULL),
         "tp2 full recompute": layout(kind="few", tp=2, **FULL),
         "cp2 selective recompute": layout(kind="few", cp=2, **SELECTIVE),
         "ep2 selective recompute": layout(kind="few", ep=2, **SELECTIVE),
@@ -67,6 +70,9 @@ GRID = {
         "dp2 cp2": layout(kind="few", cp=2),
         "dp2 pp2 vp2": layout(pp=2, vp=2),
         "dp2 pp2 kept weights": layout(pp=2, **KEPT),
+        "dp2 pp2 vp2 zero bubble": layout(pp=2, vp=2, **ZERO_BUBBLE),
+        "dp2 pp2 zero bubble reduced every time": layout(pp=2, **ZERO_BUBBLE, **EVERY),
+        "ep2 pp2 zero bubble kept weights": layout(ep=2, pp=2, **ZERO_BUBBLE, **KEPT),
         "tp2 cp2": layout(kind="few", tp=2, cp=2),
         "tp2 ep2": layout(kind="few", tp=2, ep=2),
         "tp2 ep4": layout(kind="few", tp=2, ep=4),

@@ -93,7 +93,7 @@ def test_combine_sums_in_fp32_and_rounds_once():
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("tail", [0, 4])
-def test_grouped_gemms_equal_the_reference_and_tail_rows_stay_where_they_are(tail, device):
+def test_grouped_gemms_equal_the_reference_and_tail_rows_stay_where_they_are(tail, device, monkeypatch):
     """The path of CUDA in bf16; its algebra can be checked on the CPU too."""
     counts = torch.tensor([3, 0, 9, 0, 1], device=device)
     n = int(counts.sum())
@@ -101,9 +101,10 @@ def test_grouped_gemms_equal_the_reference_and_tail_rows_stay_where_they_are(tai
     leaves.insert(1, torch.rand(n + tail, device=device) + 0.5)
     leaves[0][n:] = leaves[1][n:] = float("nan")
     results = []
-    for function in (experts._grouped, experts._reference):
+    for grouped in (True, False):
+        monkeypatch.setattr(experts.grad_sum, "has_grouped_products", lambda rows, grouped=grouped: grouped)
         inputs = [leaf.clone().requires_grad_() for leaf in leaves]
-        out = function(*inputs[:2], counts, *inputs[2:])[:n]
+        out = experts.grouped_mlp(*inputs[:2], counts, *inputs[2:])[:n]
         out.float().square().sum().backward()
         results.append([out, *(leaf.grad[:n] for leaf in inputs[:2]), *(leaf.grad for leaf in inputs[2:])])
     for got, want in zip(*results, strict=True):
@@ -122,7 +123,7 @@ def test_recomputation_repeats_neither_the_down_projection_nor_the_way_back(monk
     combine, down = moe.dispatcher.combine, experts._Down.forward
     monkeypatch.setattr(moe.dispatcher, "combine", lambda *args: ran.append("combine") or combine(*args))
     if kernels:
-        monkeypatch.setattr("megatron_glm.model.moe.grouped_mlp", experts._grouped)
+        monkeypatch.setattr(experts.grad_sum, "has_grouped_products", lambda rows: True)
         monkeypatch.setattr(experts._Down, "forward", lambda *args: ran.append("down") or down(*args))
     x, gradients = torch.randn(9, config.hidden_size, dtype=torch.bfloat16), []
     for granularity in ("none", "full"):

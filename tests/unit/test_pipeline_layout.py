@@ -117,7 +117,12 @@ OPERATIONS = Pace(*[(1, 2)] * len(Pace._fields))  # as if all ran at the same ra
 
 def idle(layout, micro_batches=4, recompute="none", pace=MEASURED) -> float:
     schedule = build_schedule(layout.pp, layout.chunks, micro_batches)
-    return simulate(schedule, stage_costs(layout, GLM52, 4096, recompute, pace)).idle
+    return simulate(schedule, costs_of(layout, recompute, pace)).idle
+
+
+def costs_of(layout, recompute="none", pace=MEASURED, schedule="1f1b"):
+    parallel = ParallelConfig(recompute_granularity=recompute, pipeline_schedule=schedule)
+    return stage_costs(layout, GLM52, 4096, parallel, pace)
 
 
 def test_idle_shares_of_the_recipe():
@@ -136,12 +141,14 @@ def test_an_automatic_layout_is_idle_for_less_than_seven_percent():
 def test_costs_are_times():
     """The head costs its three products in its forward; a layer is slower than its operations, above all backward."""
     layout, head = layout_of(78), 2 * 154880 * 6144  # layers 40 and 77 are of one kind
-    measured = stage_costs(layout, GLM52, 4096, "none")
+    measured = costs_of(layout)
     forward, backward = measured[40]
     assert measured[77] == pytest.approx((forward + 3.1 * head, backward))
-    in_operations = stage_costs(layout, GLM52, 4096, "none", OPERATIONS)[40]
+    in_operations = costs_of(layout, pace=OPERATIONS)[40]
     assert 1 < forward / in_operations[0] < backward / in_operations[1] < 2
-    assert stage_costs(layout, GLM52, 4096, "full")[40] == pytest.approx((forward, forward + backward))
+    assert costs_of(layout, "full")[40] == pytest.approx((forward, forward + backward))
+    _, without, weights = costs_of(layout, schedule="zero-bubble")[40]  # as products of weights are most of a layer
+    assert without + weights == pytest.approx(backward) and 0.3 < weights / backward < 0.5
 
 
 def test_automatic_layout_balances_and_repeats():

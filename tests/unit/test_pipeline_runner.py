@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_glm.ops.grad_sum import GradSum, linear
 from megatron_glm.parallel.groups import Edges
 from megatron_glm.parallel.pipeline.carry import Carry, CarryField
 from megatron_glm.parallel.pipeline.p2p import GroupTransport
@@ -304,8 +305,22 @@ def test_wrong_message_is_refused_where_it_is_made():
             runner.run(lambda *_, made=made: (made, {}))
 
 
-def test_a_schedule_with_deferred_gradients_is_refused():
-    plain = build_schedule(1, 1, 1)
-    schedule = replace(plain, kinds=(*plain.kinds, "W"), actions=((*plain.actions[0], Action("W", 0, 0)),))
-    with pytest.raises(ValueError, match="schedules of F and B"):
-        Runner(schedule, 0, None, (), torch.device("cpu"))
+def test_deferred_gradients_are_made_by_their_own_action():
+    order = [Action(kind, 0, i) for kind, i in (("F", 0), ("F", 1), ("B", 0), ("B", 1), ("W", 0), ("W", 1))]
+    plain = build_schedule(1, 1, 2)
+    schedule = replace(plain, kinds=("F", "B", "W"), actions=(tuple(order),))
+    weight = torch.nn.Parameter(torch.eye(3))
+    weight.grad_sum = GradSum(weight, weight, "grad")
+    x, made = torch.arange(6.0).view(2, 3), []
+
+    def forward(chunk, micro_batch, carry):
+        return {"hidden": x}, {"lm": linear(x, weight).sum() * (1 + micro_batch)}
+
+    def after_weights(chunk, last):
+        made.append((chunk, last, weight.grad.clone()))
+
+    runner = Runner(schedule, 0, None, (), torch.device("cpu"))
+    runner.run(forward, lambda chunk: pytest.fail("its gradients are complete after the last W"), after_weights)
+    one = x.sum(0).expand(3, 3)
+    assert [(chunk, last) for chunk, last, _ in made] == [(0, False), (0, True)]
+    assert torch.equal(made[0][2], one) and torch.equal(made[1][2], 3 * one)

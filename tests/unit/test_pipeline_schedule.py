@@ -33,6 +33,20 @@ def test_1f1b_keeps_no_more_micro_batches_than_stages_follow():
     assert result.makespan == 3 * (16 + 3)
 
 
+@pytest.mark.parametrize("pp, chunks, micro_batches", [(2, 1, 8), (4, 1, 8), (8, 1, 16), (4, 2, 8), (4, 3, 12)])
+def test_deferred_gradients_fill_idle_time(pp, chunks, micro_batches):
+    """(pp - 1)(F + B - W) is left, Qi et al. 2023, in the order and with the memory of 1F1B's first rank."""
+    plain = build_schedule(pp, chunks, micro_batches)
+    schedule = build_schedule(pp, chunks, micro_batches, name="zero-bubble")
+    check_schedule(schedule)
+    result = simulate(schedule, [(1.0, 1.0, 1.0)] * (pp * chunks))
+    assert result.makespan == 3 * chunks * micro_batches + pp - 1
+    assert result.peak_live == (simulate(plain, [(1.0, 2.0)] * (pp * chunks)).peak_live[0],) * pp
+    for actions, before in zip(schedule.actions, plain.actions, strict=True):
+        assert tuple(action for action in actions if action.kind != "W") == before
+    assert build_schedule(pp, chunks, micro_batches, None, True, "zero-bubble").kinds == ("F",)
+
+
 def test_simulated_spans_respect_costs_and_dependencies():
     schedule = build_schedule(2, 2, 3)
     costs = [(1.0, 3.0), (2.0, 5.0), (1.5, 2.5), (4.0, 8.0)]

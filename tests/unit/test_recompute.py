@@ -12,7 +12,8 @@ from megatron_glm.model import indexer as model_indexer
 from megatron_glm.model import router
 from megatron_glm.model.plan import AttentionPlan
 from megatron_glm.ops import dense_mla, sparse_mla
-from megatron_glm.ops.recompute import RecomputeCache, keep_choice, keep_products
+from megatron_glm.ops.grad_sum import linear
+from megatron_glm.ops.recompute import RecomputeCache, keep_choice
 from tests.reference import forward, single_chunk, small_config
 
 TOKENS = 24
@@ -120,16 +121,16 @@ def test_selective_runs_nothing_dear_again(case):
 
 def test_a_kept_result_that_was_changed_is_an_error():
     kept = RecomputeCache(products=True)
-    with kept.running(second=False), keep_products():
-        torch.ones(2, 2).mm(torch.ones(2, 2)).add_(1)
-    with kept.running(second=True), keep_products(), pytest.raises(RuntimeError, match="changed in place"):
-        torch.ones(2, 2).mm(torch.ones(2, 2))
+    with kept.running(second=False):
+        linear(torch.ones(2, 2), torch.ones(2, 2), kept=True).add_(1)
+    with kept.running(second=True), pytest.raises(RuntimeError, match="changed in place"):
+        linear(torch.ones(2, 2), torch.ones(2, 2), kept=True)
 
 
 def test_marks_do_nothing_outside_a_recomputed_layer_and_products_are_not_kept_by_full():
     calls = []
     assert keep_choice(lambda: calls.append(1) or 5) == 5 and calls == [1]
     kept = RecomputeCache(products=False)
-    with kept.running(second=False), keep_products():
-        torch.ones(2, 2).mm(torch.ones(2, 2))
+    with kept.running(second=False):
+        linear(torch.ones(2, 2), torch.ones(2, 2), kept=True)
     assert not kept.results

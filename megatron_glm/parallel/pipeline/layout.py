@@ -18,6 +18,7 @@ from megatron_glm.config.flops import head_flops, layer_flops
 from megatron_glm.parallel.grid import Grid
 from megatron_glm.parallel.pipeline.schedule import (
     Placement,
+    Schedule,
     Step,
     build_schedule,
     check_schedule,
@@ -83,8 +84,16 @@ def check_layout(
             f"--tensor-model-parallel-size {grid.tp} leaves its last rank no row of vocab_size {model.vocab_size}"
         )
     layout = build_layout(parallel, model, seq_length, micro_batches)
-    build_schedule(grid.pp, layout.chunks, micro_batches, parallel.microbatch_group_size_per_vp_stage)
+    schedule_of(parallel, layout, micro_batches)
     return grid
+
+
+def schedule_of(
+    parallel: ParallelConfig, layout: PipelineLayout, micro_batches: int, forward_only: bool = False
+) -> Schedule:
+    """The schedule that the flags name. Raises ValueError if these micro-batches cannot run in it."""
+    group_size = parallel.microbatch_group_size_per_vp_stage
+    return build_schedule(layout.pp, layout.chunks, micro_batches, group_size, forward_only, parallel.pipeline_schedule)
 
 
 def build_layout(parallel: ParallelConfig, model: ModelConfig, seq_length: int, micro_batches: int) -> PipelineLayout:
@@ -101,9 +110,7 @@ def build_layout(parallel: ParallelConfig, model: ModelConfig, seq_length: int, 
         raise ValueError(f"{PP_FLAG} {pp} exceeds the {layers} layers of the model")
     chunks = 1
     if text == "auto":
-        group_size = parallel.microbatch_group_size_per_vp_stage
-        recompute = parallel.recompute_granularity
-        return _from_sizes(_auto_sizes(pp, model, seq_length, micro_batches, group_size, recompute), pp, model)
+        return _from_sizes(_auto_sizes(parallel, model, seq_length, micro_batches), pp, model)
     if per_stage is not None:
         chunks = layers // (pp * per_stage)
         if chunks == 0:
@@ -179,7 +186,7 @@ def _expand(text: str) -> str:
 
 # Costs and the split by cost
 
-Cost = tuple[float, float]  # forward, backward
+Cost = tuple[float, ...]  # forward, backward; maybe the gradients of weights, which the backward has put off
 
 
 class Pace(NamedTuple):
@@ -203,19 +210,21 @@ MEASURED = Pace((1.15, 2.3), (1.3, 2.6), (2.3, 9.9), (2, 0), (1, 0), (3.1, 0))
 
 
 def stage_costs(
-    layout: PipelineLayout, model: ModelConfig, seq_length: int, recompute: str, pace: Pace = MEASURED
+    layout: PipelineLayout, model: ModelConfig, seq_length: int, parallel: ParallelConfig, pace: Pace = MEASURED
 ) -> list[Cost]:
     """(forward, backward) times of each stage a token, in FLOPs of a large matrix product.
 
     For documents of `seq_length` tokens. With recomputation "full" a layer's backward has its forward, too; what
     "selective" computes again is little. The embedding and the MTP layer, which is not trained, cost nothing.
+    A schedule that defers the gradients of weights has their time, half of the products' backward, as a third one.
     """
     sizes = tuple(len(stage.layers) for stage in layout.stages)
-    return _costs(sizes, *_layer_costs(model, seq_length, recompute, pace))
+    return _costs(sizes, *_layer_costs(model, seq_length, parallel, pace))
 
 
-def _layer_costs(model: ModelConfig, seq_length: int, recompute: str, pace: Pace) -> tuple[list[Cost], Cost]:
+def _layer_costs(model: ModelConfig, seq_length: int, parallel: ParallelConfig, pace: Pace) -> tuple[list[Cost], Cost]:
     """Costs of each layer and of the head."""
+    again = parallel.recompute_granularity == "full"
     layers = []
     for layer in range(model.num_hidden_layers):
         flops = layer_flops(model, layer, [seq_length])
@@ -223,37 +232,41 @@ def _layer_costs(model: ModelConfig, seq_length: int, recompute: str, pace: Pace
             sum(count * getattr(pace, kind)[way] for kind, count in flops._asdict().items()) / seq_length
             for way in (0, 1)
         )
-        layers.append((forward, backward + forward * (recompute == "full")))
+        weights = (flops.products * pace.products[1] + flops.experts * pace.experts[1]) / 2 / seq_length
+        if parallel.pipeline_schedule == "1f1b":
+            layers.append((forward, backward + forward * again))
+        else:
+            layers.append((forward, backward - weights + forward * again, weights))
     head = head_flops(model, 1)
-    return layers, (head * pace.head[0], head * pace.head[1])
+    return layers, (head * pace.head[0], head * pace.head[1], 0.0)[: len(layers[0])]
 
 
 def _costs(sizes: tuple[int, ...], layers: list[Cost], head: Cost) -> list[Cost]:
     costs, first = [], 0
     for stage, size in enumerate(sizes):
         parts = layers[first : first + size] + [head] * (stage == len(sizes) - 1)
-        costs.append((sum(forward for forward, _ in parts), sum(backward for _, backward in parts)))
+        costs.append(tuple(map(sum, zip(*parts, strict=True))) or (0.0,) * len(head))
         first += size
     return costs
 
 
 @lru_cache
-def _auto_sizes(
-    pp: int, model: ModelConfig, seq_length: int, micro_batches: int, group_size: int | None, recompute: str
-) -> tuple[int, ...]:
+def _auto_sizes(parallel: ParallelConfig, model: ModelConfig, seq_length: int, micro_batches: int) -> tuple[int, ...]:
     """Stage sizes of least simulated time, over 1 to AUTO_MAX_CHUNKS chunks a rank, by local search.
 
     Each search starts twice: from the even split, and with the head alone on the last stage; a move takes one layer
     from a stage and gives it to another. More micro-batches than two rounds are not simulated: the idle time at both
     ends does not depend on them.
     """
-    layers, head = _layer_costs(model, seq_length, recompute, MEASURED)
+    layers, head = _layer_costs(model, seq_length, parallel, MEASURED)
+    pp, group_size = parallel.pipeline_model_parallel_size, parallel.microbatch_group_size_per_vp_stage
     micro_batches = min(micro_batches, 2 * pp)
     options = range(1, 1 + (min(AUTO_MAX_CHUNKS, len(layers) // pp) if pp > 1 else 1))
     found = []
     for chunks in options:
         stages = pp * chunks
-        steps = check_schedule(build_schedule(pp, chunks, micro_batches, group_size))
+        schedule = build_schedule(pp, chunks, micro_batches, group_size, name=parallel.pipeline_schedule)
+        steps = check_schedule(schedule)
         starts = {even_sizes(len(layers), stages), even_sizes(len(layers), max(1, stages - 1)) + (0,) * (stages > 1)}
         for start in sorted(starts):
             found.append(_descend(start, steps, layers, head, AUTO_BUDGET // (2 * len(options))))

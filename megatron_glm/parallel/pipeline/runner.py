@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_glm import heartbeat
+from megatron_glm.ops.grad_sum import deferring
 from megatron_glm.parallel.pipeline.carry import Carry, CarryField
 from megatron_glm.parallel.pipeline.p2p import Mailbox, Transport
 from megatron_glm.parallel.pipeline.schedule import BACKWARD, FORWARD, WEIGHT, Action, Schedule, check_schedule
@@ -39,28 +41,30 @@ class Runner:
         self, schedule: Schedule, rank: int, transport: Transport, fields: Sequence[CarryField], device: torch.device
     ) -> None:
         check_schedule(schedule)
-        if WEIGHT in schedule.kinds:
-            raise ValueError("the runner puts off no gradients of weights: it runs schedules of F and B")
         for field in fields:
             if len(field.stages) != schedule.placement.count:
                 raise ValueError(f"{field.name} says {len(field.stages)} stages of {schedule.placement.count}")
         self.schedule, self.rank = schedule, rank
         self._transport, self._fields, self._device = transport, fields, device
         self._differentiable = {field.name for field in fields if field.differentiable}
-        # A chunk's last backward, after which its gradients are complete.
-        self._last = {action.chunk: action for action in schedule.actions[rank] if action.kind == BACKWARD}
+        self._defers = WEIGHT in schedule.kinds
+        # The action of a chunk after which its gradients are complete.
+        final = WEIGHT if self._defers else BACKWARD
+        self._last = {action.chunk: action for action in schedule.actions[rank] if action.kind == final}
 
     def run(
         self,
         forward: Forward,
-        before_last_backward: Callable[[int], None] | None = None,
+        before_last_backward: Callable[[int], None] = lambda chunk: None,
+        after_weights: Callable[[int, bool], None] = lambda chunk, last: None,
         sparse: Sequence[bool] | None = None,
     ) -> list[Losses]:
         """One step; gradients accumulate in the parameters.
 
         Args:
-            before_last_backward: called with a chunk's index before the backward of its last micro-batch, for example
-                to switch the gradient synchronisation on.
+            before_last_backward: called with a chunk's index before the backward that completes its gradients, for
+                example to switch the gradient synchronisation on. A schedule with "W" has none.
+            after_weights: called after each "W" with the chunk's index, and whether its gradients are complete.
             sparse: per micro-batch, whether it has the fields that are `sparse_only` (None: all have).
         Returns:
             the detached losses of this rank's stages by name, one dict a micro-batch.
@@ -68,6 +72,7 @@ class Runner:
         sparse = [True] * self.schedule.micro_batches if sparse is None else sparse
         mailbox = Mailbox(self.schedule, self.rank, self._transport, self._fields, self._device, sparse)
         live: dict[tuple[int, int], _Live] = {}
+        put_off: dict[tuple[int, int], list[Callable[[], None]]] = {}  # gradients of weights, until their "W"
         found: list[Losses] = [{} for _ in range(self.schedule.micro_batches)]
         for action in self.schedule.actions[self.rank]:
             heartbeat.beat()
@@ -77,10 +82,15 @@ class Runner:
                 if not self.schedule.forward_only:
                     live[action[1:]] = made
                 del made  # the graph of a micro-batch ends with its backward
-            else:
-                if before_last_backward is not None and action == self._last[action.chunk]:
+            elif action.kind == BACKWARD:
+                if action == self._last[action.chunk]:
                     before_last_backward(action.chunk)
-                self._backward(action, mailbox, live.pop(action[1:]))
+                with deferring(put_off.setdefault(action[1:], [])) if self._defers else nullcontext():
+                    self._backward(action, mailbox, live.pop(action[1:]))
+            else:
+                for make in put_off.pop(action[1:]):
+                    make()
+                after_weights(action.chunk, action == self._last[action.chunk])
         mailbox.close()
         return found
 

@@ -7,12 +7,14 @@ which of them is which chunk of which rank. Everything here counts in actions of
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 FORWARD, BACKWARD, WEIGHT = KINDS = ("F", "B", "W")
+NAMES = "1f1b", "zero-bubble"  # --pipeline-schedule
 
 
 class Action(NamedTuple):
@@ -121,9 +123,16 @@ class Schedule:
 
 @lru_cache(maxsize=8)  # each step asks again
 def build_schedule(
-    pp: int, chunks: int, micro_batches: int, group_size: int | None = None, forward_only: bool = False
+    pp: int,
+    chunks: int,
+    micro_batches: int,
+    group_size: int | None = None,
+    forward_only: bool = False,
+    name: str = "1f1b",
 ) -> Schedule:
     """1F1B (one chunk a rank) or interleaved 1F1B, after Narayanan et al. 2021, section 2.2.
+
+    "zero-bubble" is the same order of forwards and backwards, with deferred gradients of weights: `with_idle_filled`.
 
     Args:
         group_size: micro-batches that one chunk runs in a row (--microbatch-group-size-per-vp-stage), at least and by
@@ -156,7 +165,46 @@ def build_schedule(
         rest = backwards[len(forwards) - warm_up :]
         ranks.append(tuple(forwards if forward_only else forwards[:warm_up] + steady + rest))
     kinds = (FORWARD,) if forward_only else (FORWARD, BACKWARD)
-    return Schedule(Placement.interleaved(pp, chunks), micro_batches, kinds, tuple(ranks))
+    schedule = Schedule(Placement.interleaved(pp, chunks), micro_batches, kinds, tuple(ranks))
+    return with_idle_filled(schedule) if name == "zero-bubble" and not forward_only else schedule
+
+
+def with_idle_filled(schedule: Schedule) -> Schedule:
+    """The same order of F and B on each rank, with a "W" wherever the rank would wait, and the rest at the end.
+
+    A backward then reaches the stage before it earlier: with F, B and W of equal time the idle time of 1F1B falls from
+    (pp - 1)(F + B + W) to (pp - 1)(F + B - W), as in ZB-H1 (Qi et al. 2023, section 2.2). No rank
+    has more micro-batches between F and W than the first one has between F and B in `schedule`.
+    """
+    steps, pp = [deque(actions) for actions in schedule.actions], schedule.pp
+    most = max(peak_live(actions) for actions in schedule.actions)
+    made: list[list[Action]] = [[] for _ in range(pp)]
+    waiting: list[deque[Action]] = [deque() for _ in range(pp)]
+    held = [0] * pp
+    ends: dict[tuple[int, Action] | None, int] = {None: 0}
+    time = 0
+    while any(steps) or any(waiting):
+        for rank in range(pp):
+            action = steps[rank][0] if steps[rank] else None
+            fits = action is not None and (action.kind == BACKWARD or held[rank] < most)
+            if fits and ends.get(schedule.cause(rank, action), time + 1) <= time:
+                made[rank].append(steps[rank].popleft())
+                ends[rank, action] = time + 1
+                if action.kind == FORWARD:
+                    held[rank] += 1
+                else:
+                    waiting[rank].append(Action(WEIGHT, action.chunk, action.micro_batch))
+            elif waiting[rank]:
+                made[rank].append(waiting[rank].popleft())
+                held[rank] -= 1
+        time += 1
+    return replace(schedule, kinds=KINDS, actions=tuple(map(tuple, made)))
+
+
+def peak_live(actions: Sequence[Action]) -> int:
+    """Most (chunk, micro-batch) pairs that a rank has begun and not ended, with "B" or with the "W" that it leaves."""
+    frees = WEIGHT if any(action.kind == WEIGHT for action in actions) else BACKWARD
+    return max(itertools.accumulate((action.kind == FORWARD) - (action.kind == frees) for action in actions))
 
 
 class Step(NamedTuple):

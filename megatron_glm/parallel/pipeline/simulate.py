@@ -16,6 +16,7 @@ from megatron_glm.parallel.pipeline.layout import build_layout, stage_costs
 from megatron_glm.parallel.pipeline.schedule import (
     BACKWARD,
     FORWARD,
+    NAMES,
     WEIGHT,
     Action,
     Schedule,
@@ -23,6 +24,7 @@ from megatron_glm.parallel.pipeline.schedule import (
     check_schedule,
     end_times,
     flat_costs,
+    peak_live,
 )
 
 LETTERS = {FORWARD: "0123456789", BACKWARD: "abcdefghij", WEIGHT: "ABCDEFGHIJ"}
@@ -32,7 +34,7 @@ LETTERS = {FORWARD: "0123456789", BACKWARD: "abcdefghij", WEIGHT: "ABCDEFGHIJ"}
 class Simulation:
     makespan: float
     idle: float  # share of rank-time without work
-    peak_live: tuple[int, ...]  # per rank: most (chunk, micro-batch) pairs between their forward and their backward
+    peak_live: tuple[int, ...]  # per rank, see `peak_live`
     spans: tuple[tuple[tuple[float, float, Action], ...], ...]  # per rank: (start, end, action)
 
     def timeline(self, width: int = 120) -> str:
@@ -59,12 +61,7 @@ def simulate(schedule: Schedule, costs: Sequence[tuple[float, ...]]) -> Simulati
     spans: list[list[tuple[float, float, Action]]] = [[] for _ in range(schedule.pp)]
     for step, end in zip(steps, end_times(steps, flat), strict=True):
         spans[step.rank].append((end - flat[step.cost], end, step.action))
-    peak = []
-    for actions in schedule.actions:
-        live = [0]
-        for action in actions:
-            live.append(live[-1] + {FORWARD: 1, BACKWARD: -1, WEIGHT: 0}[action.kind])
-        peak.append(0 if schedule.forward_only else max(live))
+    peak = [0 if schedule.forward_only else peak_live(actions) for actions in schedule.actions]
     makespan = max(rank[-1][1] for rank in spans)
     work = sum(flat[step.cost] for step in steps)
     return Simulation(makespan, 1 - work / (schedule.pp * makespan), tuple(peak), tuple(map(tuple, spans)))
@@ -104,6 +101,7 @@ def main() -> None:
     parser.add_argument("--pipeline-model-parallel-size", type=int, required=True)
     parser.add_argument("--micro-batches", type=int, help="default: the pipeline size")
     parser.add_argument("--microbatch-group-size-per-vp-stage", type=int)
+    parser.add_argument("--pipeline-schedule", choices=NAMES, default="1f1b", help="a W is half of a backward")
     parser.add_argument("--hf-config", help="a model, split by the two flags below")
     parser.add_argument("--num-layers-per-virtual-pipeline-stage", type=int)
     parser.add_argument("--pipeline-model-parallel-layout")
@@ -124,16 +122,20 @@ def main() -> None:
                 pipeline_model_parallel_layout=args.pipeline_model_parallel_layout,
                 microbatch_group_size_per_vp_stage=args.microbatch_group_size_per_vp_stage,
                 recompute_granularity=args.recompute_granularity,
+                pipeline_schedule=args.pipeline_schedule,
             )
             parallel.check(model, pp)
             layout = build_layout(parallel, model, args.seq_length, micro_batches)
-            chunks, costs = layout.chunks, stage_costs(layout, model, args.seq_length, args.recompute_granularity)
+            chunks, costs = layout.chunks, stage_costs(layout, model, args.seq_length, parallel)
             sizes = [len(stage.layers) for stage in layout.stages]
         else:
             chunks, sizes = args.num_virtual_stages_per_pipeline_rank, None
             costs = _stage_costs(args.stage_costs)
             costs = costs * pp * chunks if len(costs) == 1 else costs
-        schedule = build_schedule(pp, chunks, micro_batches, args.microbatch_group_size_per_vp_stage)
+            if args.pipeline_schedule != "1f1b":
+                costs = [(forward, backward / 2, backward / 2) for forward, backward in costs]
+        group_size = args.microbatch_group_size_per_vp_stage
+        schedule = build_schedule(pp, chunks, micro_batches, group_size, name=args.pipeline_schedule)
         result = simulate(schedule, costs)
     except ValueError as error:
         parser.error(str(error))
