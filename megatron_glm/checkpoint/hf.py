@@ -58,18 +58,12 @@ def hf_tensors(parameter: Parameter, dtype: torch.dtype) -> list[HFTensor]:
     if not parameter.expert_matrices:
         return [fused_tensor(parameter, dtype)]
     experts, stacked, columns = parameter.shape
-    folder, rows = parameter.hf_key.rpartition(".")[0], stacked // len(parameter.expert_matrices)
+    name, fp8, folder = parameter.name, parameter.fp8, parameter.hf_key.rpartition(".")[0]
+    rows = stacked // len(parameter.expert_matrices)
+    size = rows, columns
     return [
-        HFTensor(
-            f"{folder}.{expert}.{matrix}.weight",
-            (rows, columns),
-            dtype,
-            parameter.name,
-            (expert, i * rows, 0),
-            (1, rows, columns),
-            parameter.fp8,
-        )
-        for expert in range(experts)
+        HFTensor(f"{folder}.{e}.{matrix}.weight", size, dtype, name, (e, i * rows, 0), (1, *size), fp8)
+        for e in range(experts)
         for i, matrix in enumerate(parameter.expert_matrices)
     ]
 

@@ -97,14 +97,9 @@ def layer_parameters(config: ModelConfig, layer: int) -> tuple[Parameter, ...]:
 
 
 def _attention(config: ModelConfig) -> Iterator[Parameter]:
-    hidden, heads, q_rank, latent = (
-        config.hidden_size,
-        config.num_attention_heads,
-        config.q_lora_rank,
-        config.kv_lora_rank,
-    )
+    hidden, heads, at = config.hidden_size, config.num_attention_heads, "self_attn"
+    q_rank, latent = config.q_lora_rank, config.kv_lora_rank
     keys_and_values = heads * (config.qk_nope_head_dim + config.v_head_dim)
-    at = "self_attn"
     yield Parameter(f"{at}.q_a_proj.weight", (q_rank, hidden), "attention", fp8=True)
     yield Parameter(f"{at}.q_a_layernorm.weight", (q_rank,), "norms", "norm")
     yield Parameter(f"{at}.q_b_proj.weight", (heads * config.qk_head_dim, q_rank), "attention", tp_dim=0, fp8=True)
@@ -126,15 +121,13 @@ def _indexer(config: ModelConfig) -> Iterator[Parameter]:
 
 def _experts(config: ModelConfig) -> Iterator[Parameter]:
     hidden, experts, width = config.hidden_size, config.n_routed_experts, config.moe_intermediate_size
-    shapes = {
-        "gate_up": ((experts, 2 * width, hidden), ("gate_proj", "up_proj")),
-        "down": ((experts, hidden, width), ("down_proj",)),
-    }
     yield Parameter("mlp.gate.weight", (experts, hidden), "router")
     yield Parameter("mlp.gate.e_score_correction_bias", (experts,), "router", "buffer")
-    for name, (shape, matrices) in shapes.items():
-        used = config.num_experts_per_tok
-        yield Parameter(f"mlp.experts.{name}", shape, "experts", used=used, fp8=True, expert_matrices=matrices)
+    used, halves, whole = config.num_experts_per_tok, ("gate_proj", "up_proj"), ("down_proj",)
+    yield Parameter(
+        "mlp.experts.gate_up", (experts, 2 * width, hidden), "experts", used=used, fp8=True, expert_matrices=halves
+    )
+    yield Parameter("mlp.experts.down", (experts, hidden, width), "experts", used=used, fp8=True, expert_matrices=whole)
     yield from _mlp("mlp.shared_experts", hidden, config.n_shared_experts * width, "shared")
 
 
