@@ -13,4 +13,5 @@ test:
 	&& if nvidia-smi -L >/dev/null 2>&1; then $$python -m pytest -q -m gpu $(PYTEST_ARGS) || [ $$? = 5 ]; fi
 
 check:
-	@python=$$(bash examples/setup.sh) && $$python -m ruff check . && $$python -m ruff format --check .
+	@python=$$(bash examples/setup.sh) && $$python -m ruff check . && $$python -m ruff format --check . \
+	&& $$python -m pyright

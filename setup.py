@@ -4,9 +4,10 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 PACKAGES = runpy.run_path(str(Path(__file__).parent / "megatron_glm" / "packages.py"))
+CHECKS = ["ruff==0.17.6", "pyright[nodejs]==1.1.414"]  # pinned, so that a new version fails no old commit
 LOGGING = ["tensorboard", "wandb", "matplotlib"]
 EXTRAS = {
-    "test": ["pytest", "pytest-timeout", "ruff==0.17.6", "transformers>=5.24", "pyarrow", "sentencepiece", *LOGGING],
+    "test": ["pytest", "pytest-timeout", *CHECKS, "transformers>=5.24", "pyarrow", "sentencepiece", *LOGGING],
     "data": ["pyarrow", "sentencepiece"],
     "logging": LOGGING,
     "te": ["transformer-engine[pytorch,core-cu13]==2.20.2"],
@@ -20,7 +21,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_glm", "megatron_glm.*"]),
-    package_data={"megatron_glm": ["presets/*.json"]},
+    package_data={"megatron_glm": ["presets/*.json", "py.typed"]},
     install_requires=["torch>={}.{}".format(*PACKAGES["TORCH"]), *PACKAGES["REQUIRED"]],
     extras_require=EXTRAS,
 )

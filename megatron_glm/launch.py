@@ -11,8 +11,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TypeVar
 
+E = TypeVar("E", bound=BaseException)
+SHOWN = "megatron_glm_shown_elsewhere"  # attribute of an error
 STEP_VARIABLES = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS")
 ALL_OF_TORCHRUN = (
     "torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT together; start with torchrun or srun"
@@ -205,7 +207,7 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, FloatingPointError, OSError) as error:
-        if not any(getattr(each, "told", False) for each in (error, error.__cause__)):  # by another rank
+        if not any(map(is_shown_elsewhere, (error, error.__cause__))):
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2 if isinstance(error, ValueError) else 1)
     except RuntimeError as error:
@@ -220,6 +222,16 @@ def one_line_errors() -> Iterator[None]:
         dist = sys.modules.get("torch.distributed")  # not imported where the flags were wrong
         if dist is not None and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def shown_elsewhere(error: E, yes: bool = True) -> E:
+    """The same error, marked on the ranks that need not show it, as another rank does."""
+    setattr(error, SHOWN, yes)
+    return error
+
+
+def is_shown_elsewhere(error: BaseException | None) -> bool:
+    return getattr(error, SHOWN, False)
 
 
 def _lost_connection(error: RuntimeError) -> bool:

@@ -23,7 +23,7 @@ if __name__ == "__main__":
 
 from megatron_glm.config.flags import Parser  # noqa: E402
 from megatron_glm.config.iterations import is_complete, iteration_folder, start  # noqa: E402
-from megatron_glm.launch import ranks_from_slurm, run_program, world_size  # noqa: E402
+from megatron_glm.launch import is_shown_elsewhere, ranks_from_slurm, run_program, world_size  # noqa: E402
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -139,7 +139,7 @@ def main() -> int:
     try:
         group = meet(arguments)
     except (ValueError, OSError) as error:
-        if not getattr(error, "told", False):  # by another process
+        if not is_shown_elsewhere(error):
             print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     try:

@@ -135,7 +135,8 @@ class Exchange:
                 work = [dist.isend(outgoing, group=group, group_dst=to)] if len(outgoing) else []
                 work += [dist.irecv(incoming, group=group, group_src=source)] if len(incoming) else []
                 for each in work:
-                    each.wait()
+                    if each is not None:
+                        each.wait()
             start = 0
             for block, _, nbytes, place in self.moves.members[self.moves.members[:, 1] == source].tolist():
                 self.buffers[block][place : place + nbytes] = incoming[start : start + nbytes]

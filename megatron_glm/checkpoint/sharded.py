@@ -18,11 +18,10 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import shutil
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from .. import heartbeat
+from .. import heartbeat, launch
 from ..config.iterations import ITERATIONS, LATEST_NAME, PENDING, iteration_folder, latest
 from ..config.model import ModelConfig
 from ..parallel.shard import Rectangle
@@ -56,7 +55,8 @@ FILE_BYTES = 512 << 20  # one file of a writer is synced while the next is writt
 CHECKSUM = "crc32"  # in state.json, of all the rest
 CHECKED_BYTES = 16 << 20  # a chunk of which a part is read is read whole up to here, so that its checksum shows
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def read_state(folder: Path, iteration: int) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def remove_old(folder: Path, keep: int, retain: int | None = None) -> None:
     """
     iterations = sorted(int(path.name[5:]) for path in folder.glob(ITERATIONS))
     errors = []
-    for iteration in [i for i in iterations if 0 < i <= latest(folder)][:-keep]:
+    for iteration in [i for i in iterations if 0 < i <= (latest(folder) or 0)][:-keep]:
         if retain is not None and iteration % retain == 0:
             continue
         try:
@@ -140,7 +140,7 @@ def save(
 
         def prepare() -> None:
             nonlocal exchange
-            exchange = None if moves is None else merge.Exchange(chunks, moves, group)
+            exchange = None if moves is None or group is None else merge.Exchange(chunks, moves, group)
 
         def write() -> tuple[ChunkTable, Places]:
             mine = chunks if exchange is None else exchange.run()
@@ -191,7 +191,8 @@ def write_file(
     with file.open("rb") as stream:
         for chunk, place in zip(chunks, places, strict=True):
             checksum = archives.find(stream, *place).checksum
-            written.append(Written(chunk.piece.name, list(chunk.piece.offsets), file.name, *place, checksum))
+            start, length = place
+            written.append(Written(chunk.piece.name, list(chunk.piece.offsets), file.name, start, length, checksum))
     return written
 
 
@@ -256,7 +257,7 @@ class Reader:
         self.index_file = index.file_of(folder)
         self.index = index.read(self.index_file)
         self.shapes = self.index.tensors
-        self._last: tuple[Path | None, mmap.mmap | bytes] = None, b""  # one file, else they could be too many
+        self._last: tuple[Path | None, Any] = None, b""  # one file, else they could be too many
 
     def require(self, wanted: dict[str, tuple[int, ...]]) -> None:
         """Raises one ValueError that lists the first tensors which are missing or have another global shape."""
@@ -304,7 +305,7 @@ class Reader:
         return self.folder / self.index.files[self.index.file[chunk]]
 
     def _check_data(self, chunk: int, data: torch.Tensor) -> None:
-        found, saved = zlib.crc32(data.view(-1).view(torch.uint8).numpy()), int(self.index.checksum[chunk])
+        found, saved = zlib.crc32(data.view(-1).view(torch.uint8).numpy().data), int(self.index.checksum[chunk])
         if found != saved:
             what = f"{self.index.name_of(chunk)} at {self.index.offsets_of(chunk)} has the checksum {found:#x}"
             raise ValueError(f"{self._file(chunk)} is damaged: {what}, saved was {saved:#x}")
@@ -317,7 +318,7 @@ class Reader:
             if not file.is_file():
                 raise ValueError(f"{file} is missing: it holds {name}")
             self._last = file, archives.mapping(file, 0, 0) if file.stat().st_size else b""
-        content = self._last[1]
+        content: Any = self._last[1]
         if (end := start + length) > len(content):
             raise ValueError(f"{file} is truncated: {name} ends at byte {end}, the file at byte {len(content)}")
         try:
@@ -330,25 +331,29 @@ class Reader:
 
 
 def together(
-    group: ProcessGroup | None, local: Callable[[], T], combine: Callable[[list[T]], list[R] | None] = lambda _: None
+    group: ProcessGroup | None,
+    local: Callable[[], T],
+    combine: Callable[[list[T]], Sequence[R] | None] = lambda _: None,
 ) -> R | None:
     """Runs `local` on every rank, then `combine` on rank 0 with all results; an error of any is raised on all.
 
-    The error of the first rank that has one is the one to show: on the others it has the attribute `told`. Returns this
+    The error of the first rank that has one is the one to show: on the others it is `shown_elsewhere`. Returns this
     rank's item of the list that `combine` returns, which has one for each rank; None if it returns None.
     """
     if group is None or group.size() == 1:
         given = combine([local()])
         return None if given is None else given[0]
-    result, error, given = None, None, None
+    result: T | None = None
+    error: Exception | None = None
+    given: Sequence[R] | None = None
     try:
         result = local()
     except Exception as caught:
         error = caught
-    outcomes = [None] * group.size() if group.rank() == 0 else None
+    outcomes: list[Any] = [None] * group.size()
     failure = None if error is None else (group.rank(), str(error), isinstance(error, OSError))
-    dist.gather_object((result, failure), outcomes, group=group, group_dst=0)
-    verdict = [None, False]
+    dist.gather_object((result, failure), outcomes if group.rank() == 0 else None, group=group, group_dst=0)
+    verdict: list[Any] = [None, False]
     if group.rank() == 0:
         failures = [failure for _, failure in outcomes if failure is not None]
         try:
@@ -363,9 +368,8 @@ def together(
         speaker, _, of_system = failures[0]
         text = "; ".join(f"rank {rank}: {what}" for rank, what, _ in failures)
         error = error or (OSError if of_system else ValueError)(text)
-        error.told = group.rank() != speaker
-        raise error
-    received = [None]
+        raise launch.shown_elsewhere(error, group.rank() != speaker)
+    received: list[Any] = [None]
     if verdict[1]:
-        dist.scatter_object_list(received, given, group=group, group_src=0)
+        dist.scatter_object_list(received, None if given is None else list(given), group=group, group_src=0)
     return received[0]

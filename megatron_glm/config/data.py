@@ -47,9 +47,9 @@ def validation_sets(words: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
     sets: dict[str, tuple[str, ...]] = {}
     for word in words:
         named = NAMED_SET.fullmatch(word)
-        name, path = named.groups() if named and not glob.glob(word) else (None, word)
+        name, path = named.groups() if named and not glob.glob(word) else ("", word)
         sets[name] = (*sets.get(name, ()), path)
-    if None in sets and len(sets) > 1:
+    if "" in sets and len(sets) > 1:
         raise ValueError(
             f"--valid-data-path {' '.join(words)}: give every path the name of its set, as code=PATH math=PATH, or none"
         )

@@ -157,12 +157,12 @@ class RunParser(Parser):
         verdicts = [sort_flags.verdict(flag, known) for flag in flags]
         given = {each.flag.name for each in verdicts}
         own = [each.flag.words for each in verdicts if each.kind == sort_flags.ACCEPTED]
-        parsed, unread, error = None, [], ""
+        parsed, unread, error = argparse.Namespace(), [], ""
         try:
             parsed, unread = self.parse_known_args([*leading, *itertools.chain(*own)], namespace)
         except argparse.ArgumentError as caught:
             error = str(caught)
-        if parsed is not None and any(each.kind == sort_flags.WITH_MODEL for each in verdicts):
+        if not error and any(each.kind == sort_flags.WITH_MODEL for each in verdicts):
             verdicts, error = _compare_with_model(verdicts, parsed)
         if text := sort_flags.message(verdicts):
             self.error(text + (f"\n  {error}" if error else ""))
@@ -274,7 +274,7 @@ def build_parser(description: str | None = None, data: DataSection = DataConfig)
 def resolve(flags: argparse.Namespace, data: DataSection = DataConfig) -> RunConfig:
     """Sections and model shape of the given flags, not yet checked against each other."""
     given = vars(flags)
-    sections = {
+    sections: dict[str, Any] = {
         name: section(**{f.name: given[f.name] for f in dataclasses.fields(section) if f.name in given})
         for name, section in (SECTIONS | {"data": data}).items()
     }
@@ -291,7 +291,7 @@ def resolve(flags: argparse.Namespace, data: DataSection = DataConfig) -> RunCon
             _require_shape_of_weights(flag, Path(folder), overrides)
         if source is not None and folder is not None:
             _require_same_model(source, flag, Path(folder), overrides)
-    model = ModelConfig.from_hf(source or weights or checkpoint, **overrides)
+    model = ModelConfig.from_hf(source or weights or checkpoint or "", **overrides)
     candidates = [Path(folder) for folder in (weights, source) if folder]
     candidates += [checkpoint / "hf"] if checkpoint else []
     hf_folder = next((str(folder) for folder in candidates if folder.is_dir()), None)

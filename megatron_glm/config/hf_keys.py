@@ -91,8 +91,9 @@ def refuse_unserved(raw: dict[str, Any], fields: set[str], path: Path) -> None:
     for alias in EXPERT_ALIASES:
         _require_equal(raw, alias, "n_routed_experts", raw.get("n_routed_experts"), path)
     parts = [raw.get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
-    if all(isinstance(part, int) for part in parts):
-        _require_equal(raw, "qk_head_dim", "qk_nope_head_dim + qk_rope_head_dim", sum(parts), path)
+    numbers = [part for part in parts if isinstance(part, int)]
+    if len(numbers) == 2:
+        _require_equal(raw, "qk_head_dim", "qk_nope_head_dim + qk_rope_head_dim", sum(numbers), path)
 
 
 def read_rope_theta(raw: dict[str, Any], path: Path) -> Any:

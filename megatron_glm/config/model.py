@@ -163,7 +163,7 @@ def _indexer_types(raw: dict[str, Any], layers: int, path: Path) -> tuple[str, .
         sources["indexer_types"] = tuple(raw["indexer_types"])
     if (pattern := raw.get("index_topk_pattern")) is not None:
         names = {"F": "full", "S": "shared"}
-        sources["index_topk_pattern"] = tuple(names.get(c, c) for c in pattern)
+        sources["index_topk_pattern"] = tuple(names.get(c, str(c)) for c in pattern)
     if (freq := raw.get("index_topk_freq")) is not None:
         if type(freq) is not int or freq < 1:
             raise ValueError(f"{path}: index_topk_freq is {freq!r}, it must be a whole number of at least 1")

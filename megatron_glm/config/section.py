@@ -23,6 +23,7 @@ def require_multiple(what: str, number: int, of: str, divisor: int) -> None:
         raise ValueError(f"{what} ({number}) must be a multiple of {of} ({divisor})")
 
 
+@dataclasses.dataclass(frozen=True)
 class Section:
     """Base of the sections: refuses a value outside its choices, sizes and counts below 1, and infinite numbers."""
 

@@ -167,9 +167,10 @@ def _layer_pattern(model: ModelConfig, value: str, others: dict[str, Flag]) -> t
         return types == [int(i % int(value) == 0) for i in range(len(types))], has
     parts = re.sub(r"[\s()]", "", value).split("+")
     matches = [re.fullmatch(r"\[([01](?:,[01])*),?\](?:\*(\d{1,5}))?", part) for part in parts]
-    if not all(matches):
+    found = [match for match in matches if match]
+    if len(found) < len(parts):
         return False, has
-    return types == [int(c) for m in matches for c in m[1].split(",") * int(m[2] or 1)], has
+    return types == [int(c) for m in found for c in m[1].split(",") * int(m[2] or 1)], has
 
 
 def _index_pattern(model: ModelConfig, value: str, others: dict[str, Flag]) -> tuple[bool, str]:

@@ -72,7 +72,7 @@ class ChatTemplate:
             ) from error
         tree = environment.parse(source)
         members = [node.attr for node in tree.find_all(jinja2.nodes.Getattr)]
-        members += [node.arg.value for node in tree.find_all(jinja2.nodes.Getitem) if hasattr(node.arg, "value")]
+        members += [getattr(node.arg, "value", None) for node in tree.find_all(jinja2.nodes.Getitem)]
         self.keys = frozenset(key for key in members if isinstance(key, str))
         own = {node.name for node in tree.find_all(jinja2.nodes.Name) if node.ctx != "load"}
         self.settings = frozenset(jinja2.meta.find_undeclared_variables(tree)) - own - _NOT_SETTINGS
@@ -138,7 +138,7 @@ class ChatTemplate:
         return self._prompts[key]
 
     def _prompt(self, variables: dict) -> str:
-        found = None
+        found: str | None = None
         for messages in _PROBES:
             try:
                 closed, opened = (self.render(messages, None, prompt, **variables) for prompt in (False, True))
@@ -158,6 +158,7 @@ class ChatTemplate:
                     f"generation prompt is {found!r} in one conversation and {behind!r} in another"
                 )
             found = behind
+        assert found is not None, "the first probe renders, or raises"
         return found
 
     def render_targets(
@@ -219,14 +220,14 @@ def _check_rendered(text: str, messages: list[dict], turns: list[Span]) -> None:
         cursor = end if spoken else reached
 
 
-def _strings(message: dict) -> Iterator[tuple[str, str, bool]]:
+def _strings(message: dict[str, Any]) -> Iterator[tuple[str, str, bool]]:
     """(key, string, is it thinking) of a message; thinking may be written in the content, too."""
     for key, value in message.items():
         if key == "content" and isinstance(value, str) and message["role"] == "assistant":
             pieces = [*THINK_TAGS.split(value), ""]  # text and tags in turn
             yield from ((key, pieces[j], pieces[j + 1] == "</think>") for j in range(0, len(pieces), 2))
         elif key == "tool_calls":
-            yield from ((key, string, False) for call in value for string in _call_strings(call))
+            yield from ((key, string, False) for call in message[key] for string in _call_strings(call))
         elif key == "content" and isinstance(value, list):  # tool results
             yield from ((key, item["output"] if isinstance(item, dict) else item, False) for item in value)
         elif key != "role":

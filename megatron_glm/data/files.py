@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from megatron_glm.config.source import download_hint
 
@@ -117,7 +117,7 @@ def read_rows(path: Path) -> Iterator[tuple[str, RawRow]]:
         yield from ((f"{path} row {number}", row) for number, row in rows)
         return
     with _opened(path) as file:
-        if file_format(path)[0] == ".json" and (whole := _json_rows(file)) is not None:
+        if file_format(path)[0] == ".json" and (whole := _json_rows(file, path)) is not None:
             yield from ((f"{path} row {number}", row) for number, row in enumerate(whole, 1))
             return
         for number, line in enumerate(file, 1):
@@ -126,7 +126,7 @@ def read_rows(path: Path) -> Iterator[tuple[str, RawRow]]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def _opened(path: Path) -> Iterator[io.BufferedReader[Any]]:
     """The bytes of a file with lines, decompressed, in a buffer that can be looked into."""
     compression = file_format(path)[1]
     try:
@@ -146,7 +146,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         raise ValueError(f"cannot read {path}: {error}") from error
 
 
-def _json_rows(file: io.BufferedReader) -> list[RawRow] | None:
+def _json_rows(file: io.BufferedReader, path: Path) -> list[RawRow] | None:
     """The rows of a .json file that is one array; None if it has a row a line. Reads nothing in that case."""
     start = file.peek(2**16).removeprefix(codecs.BOM_UTF8).lstrip()
     if not start.startswith(b"["):
@@ -154,7 +154,7 @@ def _json_rows(file: io.BufferedReader) -> list[RawRow] | None:
     try:
         return json.load(file, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"cannot read {file.raw.name}: it begins as an array of rows, but {error}") from error
+        raise ValueError(f"cannot read {path}: it begins as an array of rows, but {error}") from error
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict:

@@ -136,11 +136,11 @@ def _code_digest() -> str:
     return hashlib.sha256(b"".join(texts)).hexdigest()
 
 
-def _tokenizer_files(path: str | None) -> list[Path]:
+def _tokenizer_files(given: str | None) -> list[Path]:
     """The tokenizer and the chat template that rows may need, as far as they are there."""
-    if path is None:
+    if given is None:
         return []
-    path = Path(path)
+    path = Path(given)
     folder = path if path.is_dir() else path.parent
     named = [path] if path.is_file() else [folder / "tokenizer.json", *sorted(folder.glob("*.model"))]
     named += [folder / "chat_template.jinja", folder / "tokenizer_config.json"]
@@ -183,8 +183,9 @@ class Packing(NamedTuple):
         return cls(*(array.astype(dtype) for array, dtype in zip(arrays, PACKING_DTYPES, strict=True)))
 
     @classmethod
-    def cached(cls, documents: Documents, once: Once, say: Say, *how: int | str | Share) -> Packing:
+    def cached(cls, documents: Documents, once: Once, say: Say, *how: Any) -> Packing:
         """The same with the arguments `how` of `plan`, computed once and kept beside mapped documents."""
+        assert documents.folder is not None, "documents in memory are planned each time"
         target = documents.folder / f"packs-{cache_key(format=FORMAT, how=how)}"
 
         def write(folder: Path, note: Say) -> None:
@@ -261,6 +262,12 @@ class PackedDataset:
     @property
     def packs_per_epoch(self) -> int:
         return len(self.packing.bounds) - 1
+
+    @property
+    def folder(self) -> Path:
+        """Where its tokenised documents are kept."""
+        assert self.documents.folder is not None
+        return self.documents.folder
 
     def summary(self) -> str:
         """What became of the documents, in one line."""

@@ -51,7 +51,7 @@ def parse_row(raw: RawRow, ignored: Collection[str] = ()) -> tuple[dict, tuple[s
     if found and (found != TEXT or shape is None):
         return row, found
     kinds = ", ".join("+".join(keys) for keys in KINDS)
-    if found:
+    if found and shape is not None:
         keys, line = shape
         raise ValueError(
             f"the row has a text, and {' and '.join(keys)}: convert each with {line}, or name {keys[0]} in "

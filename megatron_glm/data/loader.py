@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -14,13 +14,13 @@ from .packing import PackedBatch, Piece, build_batch
 T = TypeVar("T")
 
 
-def one_ahead(items: Iterator[T]) -> Iterator[T]:
+def one_ahead(items: Iterator[T]) -> Generator[T]:
     """The same items, each made in a thread while the one before it is used; an error comes where its item would.
 
     Reading the packs of a step takes hundreds of page reads in a row, which a step of the model hides. Close the
     iterator to end the thread early.
     """
-    end = object()
+    end: Any = object()
     with ThreadPoolExecutor(1, "packs") as thread:
         following = thread.submit(next, items, end)
         while (item := following.result()) is not end:
@@ -39,6 +39,8 @@ class Packs(Protocol):
     def pack(self, index: int) -> Sequence[Piece | tuple[np.ndarray, np.ndarray]]: ...
 
     def sample_id(self, index: int) -> str: ...
+
+    def summary(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class MicroBatches:
         dp_rank: int = 0,
         dp_size: int = 1,
         max_batches: int | None = None,
-    ) -> Iterator[list[PackedBatch]]:
+    ) -> Generator[list[PackedBatch]]:
         """One pass over the first epoch, at most `max_batches` of it; empty packs fill up the last global batch."""
         packs = self.dataset.packs_per_epoch
         starts = range(0, packs, global_batch_size)[:max_batches]

@@ -43,7 +43,7 @@ def build_batch(documents: Sequence[Piece | tuple[np.ndarray, np.ndarray]], tota
 
     This is the only place that shifts: position j gets token j + 1 and its flag, if both are of the same document.
     """
-    pieces = [Piece(*document) for document in documents]
+    pieces = [document if isinstance(document, Piece) else Piece(*document) for document in documents]
     lengths = tuple(len(piece.ids) - piece.cut for piece in pieces)
     padding = total - sum(lengths)
     if padding < 0:

@@ -174,7 +174,8 @@ class PrefixSamples:
     def _open(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         if (opened := self._epochs.get(epoch)) is None:
             shapes = (self.end - self.begin,), (self.packs_per_epoch, 3)
-            opened = tuple(map(open_array, self._paths(epoch), shapes, (self._order_dtype, np.int64)))
+            order, samples = map(open_array, self._paths(epoch), shapes, (self._order_dtype, np.int64))
+            opened = order, samples
             # a step may straddle two epochs
             self._epochs = dict([*self._epochs.items()][-2:]) | {epoch: opened}
         return opened
@@ -304,7 +305,7 @@ def build_datasets(
     """
     wanted = dict(zip(PARTS, (train_samples, valid_samples, test_samples), strict=True))
     opened: dict[str, IndexedDataset] = {}
-    datasets = [
+    train, valid, test = datasets = [
         None if samples == 0 else _part(data, part, vocab_size, seed, samples, opened)
         for part, samples in wanted.items()
     ]
@@ -316,7 +317,7 @@ def build_datasets(
     once(build)
     for dataset in filter(None, datasets):
         dataset.open()
-    return tuple(datasets)
+    return train, valid, test
 
 
 def _part(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_glm.config import RunConfig
+from megatron_glm.config import DataConfig, RunConfig
 
 from . import ids
 from .chat import ROLE_TOKENS, THINK_TAGS, ChatTemplate
@@ -46,6 +46,7 @@ class RowSettings:
     def of(cls, config: RunConfig) -> RowSettings:
         """What the flags of a run say."""
         data = config.data
+        assert isinstance(data, DataConfig), "pre-training reads no rows"
         return cls(
             data.tokenizer_model or config.hf_folder,
             config.model.vocab_size,

@@ -61,6 +61,7 @@ def _start(work: Callable) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism: each computes in one thread
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     parent = multiprocessing.parent_process()
+    assert parent is not None
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # nobody is left behind
     _work = work
 

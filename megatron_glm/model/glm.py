@@ -21,7 +21,7 @@ from megatron_glm.parallel.collectives import gather_values
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.pipeline.carry import Carry, CarryField
 from megatron_glm.parallel.pipeline.layout import Stage
-from megatron_glm.parallel.shard import collect_shards
+from megatron_glm.parallel.shard import Chunk, collect_shards
 from megatron_glm.parallel.vocab import VocabParallelEmbedding, VocabParallelHead
 
 
@@ -43,7 +43,7 @@ def carry_fields(
     )
 
 
-class GLMChunk(nn.Module):
+class GLMChunk(Chunk):
     """A contiguous run of layers; parameter names are canonical (`layers.5...` is layer 5 of the model).
 
     Args:
@@ -101,16 +101,21 @@ class GLMChunk(nn.Module):
             layer = self.layers[str(layer_id)]
             hidden, topk, expert_ids = run_layer(self.recompute, layer, hidden, plan, topk)
             if expert_ids is not None:
-                layer.mlp.gate.count(expert_ids)
+                self.router(layer_id).count(expert_ids)
         losses = {}
-        if self.lm_head is not None and batch.labels is not None:
+        if self.lm_head is not None and self.norm is not None and batch.labels is not None:
             labels, size = plan.local(batch.labels), self.kernels.loss_chunk_size
             losses["lm"] = self.lm_head(self.norm(hidden), labels, size, batch.scale("lm"))
         if self.lm_head is not None:
             hidden = hidden.detach()  # a chunk without layers returns its input, and FSDP2 warns of views with a graph
         return {"hidden": hidden} | ({} if topk is None else {"topk": topk[plan.shard]}), losses
 
+    def router(self, layer_id: int) -> Router:
+        """Of a MoE layer."""
+        moe = self.layers[str(layer_id)].mlp
+        assert isinstance(moe, MoE)
+        return moe.gate
+
     def routers(self) -> list[Router]:
         """The routers of the layers that run, in the order of the layers."""
-        mlps = [self.layers[str(i)].mlp for i in self.layer_ids]
-        return [mlp.gate for mlp in mlps if isinstance(mlp, MoE)]
+        return [self.router(i) for i in self.layer_ids if self.config.is_moe(i)]

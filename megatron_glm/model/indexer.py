@@ -43,14 +43,16 @@ class Indexer(nn.Module):
             [t, K] int32 pack positions for all local rows, the same on every TP rank; -1 in unused slots and in rows
             that need no selection.
         """
-        rows, (cos, sin) = plan.sparse.shard_rows, plan.shard_rope
+        sparse = plan.sparse
+        assert sparse is not None, "no row needs a selection"
+        rows, (cos, sin) = sparse.shard_rows, plan.shard_rope
         key = self._rotate(self.k_norm(self.wk(x)), cos, sin)
         key = gather_pack(key, self.tp_cp, plan.order)
         query = self.wq_b(qr[rows]).view(-1, self.n_heads, self.head_dim)
         query = self._rotate(query, cos[rows], sin[rows])
         weight = self._head_weights(x[rows])
-        ranges = plan.sparse.start, plan.sparse.end
-        selected = index_topk(query, key, weight, *ranges, plan.slots, self.backend, plan.sparse.segments)
+        ranges = sparse.start, sparse.end
+        selected = index_topk(query, key, weight, *ranges, plan.slots, self.backend, sparse.segments)
         if row_count(rows) < x.shape[0]:
             part, selected = selected, selected.new_full((x.shape[0], plan.slots), -1)
             put_rows(selected, rows, part)

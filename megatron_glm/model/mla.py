@@ -61,8 +61,8 @@ class MLA(nn.Module):
         alone = self.groups.cp.size() > 1 and self.groups.tp.size() == 1  # q communicates under TP
         kv = beside(alone, lambda x: self._latents(x, plan), x)
         qr = self.q_a_layernorm(self.q_a_proj(x))
-        if self.indexer is not None and plan.sparse is not None:
-            topk = keep_choice(lambda: self.indexer(x, qr, plan))
+        if (indexer := self.indexer) is not None and plan.sparse is not None:
+            topk = keep_choice(lambda: indexer(x, qr, plan))
         q = self.q_b_proj(gather_rows(qr, self.groups.tp)).view(-1, self.heads, self.nope + self.rope)
         out = self.attend(q, kv(), topk, plan).flatten(1)
         return self.o_proj(out), topk
@@ -84,9 +84,11 @@ class MLA(nn.Module):
             to_key, to_value = weight.view(self.heads, -1, self.latent).split((self.nope, self.value), dim=1)
         q_dense, q_sparse = queries(q, plan.rope, plan.rows, to_key)
         if dense is not None:
+            assert q_dense is not None
             k, v = expanded_keys(kv, weight, dense.keys, self.heads, self.nope)
             out_dense, _ = dense_mla(q_dense, k, v, dense.segments, self.scale, self.backend)
         if sparse is not None:
+            assert q_sparse is not None and topk is not None, "a shared layer needs the selection of the one before"
             idx = topk[sparse.rows]
             out_sparse, _ = sparse_mla(q_sparse, kv, idx, sparse.length, self.latent, self.scale, self.backend)
         return outputs(q.shape[0], plan.rows, out_dense, out_sparse, to_value)

@@ -20,6 +20,9 @@ from megatron_glm.parallel.streams import beside
 class Experts(nn.Module):
     """This rank's routed experts, fused: gate_up [e, 2F, D] (gate rows first), down [e, D, F]."""
 
+    gate_up: nn.Parameter
+    down: nn.Parameter
+
     def __init__(self, config: ModelConfig, groups: ParallelGroups) -> None:
         super().__init__()
         experts, ep = config.n_routed_experts, groups.ep

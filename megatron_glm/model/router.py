@@ -19,6 +19,9 @@ from megatron_glm.parallel.shard import ShardInfo
 class Router(nn.Module):
     """Chooses num_experts_per_tok experts for each token of the sequence shard."""
 
+    e_score_correction_bias: Tensor
+    counts: Tensor
+
     def __init__(self, config: ModelConfig, groups: ParallelGroups) -> None:
         super().__init__()
         experts, shape = config.n_routed_experts, (config.n_routed_experts, config.hidden_size)

@@ -157,7 +157,9 @@ def _score_calls(segments: tuple[int, ...], total: int, k: int, device: torch.de
     parts = upload(torch.cat(padded), device).split([a.numel() for a in padded])
     parts = [part[: a.numel()] for part, a in zip(parts, arrays, strict=True)]
     arrays = [parts[i : i + 4] for i in range(0, len(parts), 4)]
-    return [ScoreCall(*call, *own, _top_ks(own[-1], call[4], k)) for call, own in zip(calls, arrays, strict=True)]
+    return [
+        ScoreCall._make((*call, *own, _top_ks(own[-1], call[4], k))) for call, own in zip(calls, arrays, strict=True)
+    ]
 
 
 def _top_ks(lengths: Tensor, width: int, k: int) -> list[tuple[slice, DSA.IndexerTopK]]:
@@ -275,6 +277,7 @@ def sparse_mla_backward_cudnn(
         grads_q.append(result["dq"] if padded == heads else result["dq"][:, :heads])
         grad_kv = result["dkv"] if grad_kv is None else grad_kv.float() + result["dkv"]
     grad_q = grads_q[0].contiguous() if len(grads_q) == 1 else torch.cat(grads_q)
+    assert grad_kv is not None, "there are rows"
     return grad_q, grad_kv.to(kv.dtype)
 
 

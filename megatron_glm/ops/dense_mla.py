@@ -6,7 +6,8 @@ operations a key of the absorbed form.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,4 +81,5 @@ def dense_mla_backward_torch(
     return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
 
 
-BACKENDS = {"torch": (dense_mla_torch, dense_mla_backward_torch)}
+Kernels = tuple[Callable[..., Any], Callable[..., Any]]  # forward, backward
+BACKENDS: dict[str, Kernels] = {"torch": (dense_mla_torch, dense_mla_backward_torch)}

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from megatron_glm.ops.recompute import keep_product
 
+GRAD_SUM = "grad_sum"  # attribute of a weight
 _deferred: list[Callable[[], None]] | None = None  # of the process: CUDA backwards run in a thread of autograd
 
 
@@ -136,8 +137,12 @@ class GradSum(NamedTuple):
 
 def grad_sum_of(weight: Tensor) -> GradSum | None:
     """Where the gradient of `weight` is summed, if it wants one and has such a place."""
-    total = getattr(weight, "grad_sum", None)
+    total = getattr(weight, GRAD_SUM, None)
     return total if total is not None and total.parameter.requires_grad and torch.is_grad_enabled() else None
+
+
+def set_grad_sum(weight: Tensor, total: GradSum) -> None:
+    setattr(weight, GRAD_SUM, total)
 
 
 def linear(x: Tensor, weight: Tensor, kept: bool = False, products: Products = AS_THEY_ARE) -> Tensor:

@@ -67,14 +67,16 @@ def outputs(
     Args:
         expanded: [n, h, V]; absorbed: [m, h, C], still in the latent space.
     """
-    if absorbed is None and row_count(rows[0]) == total:
+    if absorbed is None and expanded is not None and row_count(rows[0]) == total:
         return expanded
-    if _fused(expanded if absorbed is None else absorbed):
+    given = expanded if absorbed is None else absorbed
+    assert given is not None, "there are rows of one form at least"
+    if _fused(given):
         from megatron_glm.ops.triton import latent
 
         return latent.outputs(total, rows, expanded, absorbed, to_value)
-    parts = [] if expanded is None else [(rows[0], expanded)]
-    if absorbed is not None:
+    parts: list[tuple[Rows, Tensor]] = [] if expanded is None or rows[0] is None else [(rows[0], expanded)]
+    if absorbed is not None and rows[1] is not None:
         parts.append((rows[1], torch.einsum("thc,hvc->thv", absorbed, to_value)))
     if len(parts) == 1 and row_count(parts[0][0]) == total:
         return parts[0][1]

@@ -87,7 +87,9 @@ class _Permute(torch.autograd.Function):
     def forward(ctx, x: Tensor, weights: Tensor, rows: RowMap) -> tuple[Tensor, Tensor]:
         ctx.rows = rows
         if _one_pass(x):
-            return _fused().copy_rows(x, weights, rows.position, rows.size)
+            copied, row_weights = _fused().copy_rows(x, weights, rows.position, rows.size)
+            assert row_weights is not None
+            return copied, row_weights
         slots = rows.position >= 0
         return gather(x, rows), _filled(weights[slots], slots, rows)
 

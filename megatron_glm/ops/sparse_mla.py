@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -98,4 +101,5 @@ def sparse_mla_backward_torch(
     return grad_q, grad_kv.to(kv.dtype)
 
 
-BACKENDS = {"torch": (sparse_mla_torch, sparse_mla_backward_torch)}
+Kernels = tuple[Callable[..., Any], Callable[..., Any]]  # forward, backward
+BACKENDS: dict[str, Kernels] = {"torch": (sparse_mla_torch, sparse_mla_backward_torch)}

@@ -44,7 +44,8 @@ def weighted_swiglu(gate_up: Tensor, row_weights: Tensor) -> Tensor:
     Differentiable on the CPU; on CUDA outside autograd, `weighted_swiglu_backward` is its backward.
     """
     if gate_up.is_cuda:
-        return _fused().swiglu(*gate_up.chunk(2, dim=-1), row_weights)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return _fused().swiglu(gate, up, row_weights)
     return weighted_swiglu_torch(gate_up, row_weights)
 
 
@@ -66,4 +67,5 @@ def weighted_swiglu_backward(grad: Tensor, gate_up: Tensor, row_weights: Tensor)
     with torch.enable_grad():
         leaves = gate_up.detach().requires_grad_(), row_weights.detach().requires_grad_()
         product = weighted_swiglu_torch(*leaves)
-    return *torch.autograd.grad(product, leaves, grad), product.detach()
+    grad_gate_up, grad_weights = torch.autograd.grad(product, leaves, grad)
+    return grad_gate_up, grad_weights, product.detach()

@@ -19,12 +19,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_glm.config import ParallelConfig
-from megatron_glm.ops.grad_sum import GradSum
+from megatron_glm.ops.grad_sum import GRAD_SUM, GradSum, set_grad_sum
 from megatron_glm.parallel.groups import ParallelGroups
-from megatron_glm.parallel.shard import Rectangle, ShardInfo
+from megatron_glm.parallel.shard import Chunk, Rectangle, ShardInfo
 from megatron_glm.parallel.whole_weights import WholeWeights
 from megatron_glm.torch_private import private
 
+STAYS_GATHERED = "stays_gathered"  # attribute of a module that FSDP2 shards
 FSDP = "torch.distributed.fsdp._fully_shard"
 flatten, unflatten, shape_and_offset, *_ = private(
     __name__,
@@ -42,7 +43,7 @@ flatten, unflatten, shape_and_offset, *_ = private(
 )
 
 
-def shard_chunk(chunk: nn.Module, groups: ParallelGroups, parallel: ParallelConfig, bf16: bool) -> None:
+def shard_chunk(chunk: Chunk, groups: ParallelGroups, parallel: ParallelConfig, bf16: bool) -> None:
     """Shard a chunk of layers in place.
 
     Args:
@@ -69,21 +70,24 @@ def shard_chunk(chunk: nn.Module, groups: ParallelGroups, parallel: ParallelConf
                 mp_policy=precision,
                 ignored_params=others,
             )
-            module.stays_gathered = not reshard
+            setattr(module, STAYS_GATHERED, not reshard)
             if not experts or parallel.pipeline_schedule != "1f1b":  # else autograd makes them, before their "W"
-                module.register_forward_pre_hook(lambda module, _: attach_grad_sums(module))  # once it is gathered
+                module.register_forward_pre_hook(attach_grad_sums)  # once it is gathered
         else:
             WholeWeights(module, taken, dtype, keep=not reshard, narrow=experts)
         if whole:
             taken.update(module.parameters())
 
     for layer in chunk.layers.values():
-        if hasattr(layer.mlp, "experts"):
-            shard(layer.mlp.experts, groups.edp, whole_experts, parallel.reshard_experts_after_forward, experts=True)
+        experts = getattr(layer.mlp, "experts", None)
+        if experts is not None:
+            shard(experts, groups.edp, whole_experts, parallel.reshard_experts_after_forward, experts=True)
         shard(layer, groups.dp_cp, whole_chunk, parallel.reshard_after_forward)
-    for module in filter(None, (chunk.embed_tokens, chunk.lm_head)):
+    for module in (chunk.embed_tokens, chunk.lm_head):
+        if module is None:
+            continue
         shard(module, groups.dp_cp, whole_chunk, parallel.reshard_after_forward)
-        if not whole_chunk:
+        if isinstance(module, FSDPModule):
             module.set_unshard_in_backward(False)  # the head's gradients are made in the forward
     shard(chunk, groups.dp_cp, whole_chunk, parallel.reshard_after_forward)
     for module in chunk.modules():
@@ -128,7 +132,7 @@ def set_gradient_sync(chunk: nn.Module, sync: bool, last: bool) -> None:
     for module in chunk.modules():
         if not isinstance(module, FSDPModule):
             continue
-        module.set_reshard_after_backward(sync or not module.stays_gathered, recurse=False)
+        module.set_reshard_after_backward(sync or not getattr(module, STAYS_GATHERED), recurse=False)
         # FSDP2 fails in a frozen module that never runs (an MTP layer) when it is told to accumulate.
         if not any(p.requires_grad for p in module.parameters()):
             module.set_requires_gradient_sync(True)
@@ -168,7 +172,7 @@ def record_change() -> torch.Event | None:
     return torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
 
 
-def reduce_partial_gradients(chunks: list[nn.Module]) -> None:
+def reduce_partial_gradients(chunks: Sequence[Chunk]) -> None:
     """Sum the gradients of replicated parameters over their `sum_groups`, after the last backward of a step."""
     by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
     for chunk in chunks:
@@ -208,21 +212,22 @@ def rectangle(name: str, tensor: Tensor, info: ShardInfo) -> Rectangle:
     return Rectangle(name, info.global_shape, tuple(offsets), data, owner)
 
 
-def attach_grad_sums(module: FSDPModule) -> None:
+def attach_grad_sums(module: nn.Module, _: object = None) -> None:
     """Before a forward of a module that FSDP2 has gathered: its weights get the sums that FSDP2 will reduce.
 
     FSDP2 itself would make each gradient in the weight's dtype, and add it to its fp32 sum in another pass. It reduces
     gradients of one dtype only, so those that do not come from `linear` are summed in fp32 here, too.
     """
+    assert isinstance(module, FSDPModule)
     group = module._get_fsdp_state()._fsdp_param_group
     for state in [] if group is None else group.fsdp_params:
         weight = state._unsharded_param
-        if weight.requires_grad and not hasattr(weight, "grad_sum"):
-            weight.grad_sum = GradSum(weight, state, "unsharded_accumulated_grad")
+        if weight.requires_grad and not hasattr(weight, GRAD_SUM):
+            set_grad_sum(weight, GradSum(weight, state, "unsharded_accumulated_grad"))
             weight.register_post_accumulate_grad_hook(_move_to_grad_sum)
 
 
 def _move_to_grad_sum(weight: nn.Parameter) -> None:
     if weight.grad is not None:  # `linear` has none for autograd
-        weight.grad_sum.add(weight.grad)
+        getattr(weight, GRAD_SUM).add(weight.grad)
         weight.grad = None

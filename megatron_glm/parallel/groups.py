@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -59,7 +60,7 @@ class ParallelGroups:
 
         host: `host_group()`, if there is one already.
         """
-        world, rank, timeout = dist.group.WORLD, dist.get_rank(), time_limit(parallel)
+        world, rank, timeout = default_group(), dist.get_rank(), time_limit(parallel)
         grid = Grid.create(parallel, dist.get_world_size())
         known = {tuple(range(world.size())): world}
 
@@ -67,7 +68,7 @@ class ParallelGroups:
             all_ranks = [tuple(ranks) for ranks in grid.groups(name)]
             for ranks in all_ranks:  # every rank creates every group, in the same order
                 if ranks not in known:
-                    known[ranks] = dist.new_group(ranks, timeout=timeout)
+                    known[ranks] = _new_group(ranks, timeout)
             return known[next(ranks for ranks in all_ranks if rank in ranks)]
 
         nodes = ("ep_node", "ep_inter")
@@ -75,7 +76,7 @@ class ParallelGroups:
         return cls(
             world=world,
             gloo_world=host or host_group(parallel),
-            checkpoint=dist.new_group(backend="gloo", timeout=NO_LIMIT),
+            checkpoint=_new_group(None, NO_LIMIT, "gloo"),
             pp_forward=_edges(grid.ring_edges(), rank, timeout),
             pp_backward=_edges([(after, before) for before, after in grid.ring_edges()], rank, timeout),
             **{name: mine(name) for name in names},
@@ -84,8 +85,18 @@ class ParallelGroups:
 
 def host_group(parallel: ParallelConfig) -> ProcessGroup:
     """All ranks, for values in host memory. Collective; independent of the layout."""
+    return default_group() if dist.get_backend() == "gloo" else _new_group(None, time_limit(parallel), "gloo")
+
+
+def default_group() -> ProcessGroup:
     world = dist.group.WORLD
-    return world if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=time_limit(parallel))
+    assert world is not None, "torch.distributed is not initialised"
+    return world
+
+
+def _new_group(ranks: Sequence[int] | None, timeout: timedelta, backend: str | None = None) -> ProcessGroup:
+    """Collective over all ranks. For a group of others, torch returns a stand-in without methods."""
+    return cast(ProcessGroup, dist.new_group(ranks, timeout=timeout, backend=backend))
 
 
 def time_limit(parallel: ParallelConfig) -> timedelta:
@@ -94,13 +105,15 @@ def time_limit(parallel: ParallelConfig) -> timedelta:
 
 
 def _edges(sender_receiver: list[tuple[int, int]], rank: int, timeout: timedelta) -> Edges:
-    inbound = outbound = None
+    inbound: ProcessGroup | None = None
+    outbound: ProcessGroup | None = None
     for sender, receiver in sender_receiver:
-        group = dist.new_group(sorted({sender, receiver}), timeout=timeout)
+        group = _new_group(sorted({sender, receiver}), timeout)
         inbound = group if receiver == rank else inbound
         outbound = group if sender == rank else outbound
         if sender != receiver and rank in (sender, receiver):
             _connect(group, sends=rank == sender)
+    assert inbound is not None and outbound is not None, "each rank is in the ring"
     return Edges(inbound, outbound)
 
 

@@ -23,7 +23,7 @@ from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
 
-from megatron_glm.launch import Place, place
+from megatron_glm.launch import Place, place, shown_elsewhere
 
 SAY_EVERY = 30.0  # seconds between two lines of a start that waits
 READ_WITHIN = 10.0  # seconds that rank 0 stays for the others to read why the start is refused
@@ -171,9 +171,7 @@ class Start:
         fault, late = json.loads(store.get("word"))
         store.add("heard", 1)
         if fault:
-            error = OSError(fault) if late else ValueError(fault)
-            error.told = True  # by rank 0
-            raise error
+            raise shown_elsewhere(OSError(fault) if late else ValueError(fault))  # by rank 0
         return key
 
     def _take_rank(self) -> None:

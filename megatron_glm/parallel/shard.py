@@ -41,6 +41,15 @@ class Rectangle:
     owner: bool
 
 
+class Chunk(nn.Module):
+    """What sharding, norm and checkpoints know of a chunk of the model."""
+
+    layers: nn.ModuleDict
+    embed_tokens: nn.Module | None
+    lm_head: nn.Module | None
+    shards: dict[str, ShardInfo]  # of every parameter and persistent buffer, by its canonical name
+
+
 def collect_shards(module: nn.Module) -> dict[str, ShardInfo]:
     """ShardInfo of every parameter and persistent buffer under its canonical name.
 

@@ -103,17 +103,17 @@ class _CrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         wants_hidden, wants_weight, wants_total = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        present = total.get() if wants_total else None
+        present = total.get() if wants_total and total is not None else None
         grad_weight = present  # fp32
         for begin in range(0, hidden.shape[0], chunk_size):
             rows = slice(begin, begin + chunk_size)
             chunk_loss, grad_logits = _chunk(head, weight, hidden[rows], labels[rows], scale)
             loss += chunk_loss
-            if wants_hidden:
+            if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[rows])
             if wants_weight or wants_total:
                 grad_weight = add_product(grad_weight, grad_logits, hidden[rows])
-        ctx.gradients = grad_hidden, grad_weight.to(weight.dtype) if wants_weight else None
+        ctx.gradients = grad_hidden, grad_weight.to(weight.dtype) if wants_weight and grad_weight is not None else None
         ctx.total, ctx.addend = total, grad_weight if wants_total and present is None else None
         return loss
 

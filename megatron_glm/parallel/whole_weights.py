@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
-from megatron_glm.ops.grad_sum import GradSum
+from megatron_glm.ops.grad_sum import GradSum, set_grad_sum
 from megatron_glm.torch_private import private
 
 private(__name__, "torch.Tensor._version", "torch.Tensor.grad_dtype", "torch.nn.Module._parameters")
+
+HELD_COPY = "held_copy"  # attribute of a master
 
 
 class WholeWeights:
@@ -40,13 +44,14 @@ class WholeWeights:
             module.register_forward_hook(lambda *_: self._leave(), always_call=True)
 
     def _enter(self) -> None:
-        self.masters = [module._parameters[name] for module, name in self.places]
+        self.masters = [cast(nn.Parameter, module._parameters[name]) for module, name in self.places]
         for i, (module, name) in enumerate(self.places):
             if self.narrow:
                 self.masters[i].grad_dtype = None  # a gradient may have any
             total = GradSum(self.masters[i], self.masters[i], "grad", self.narrow)
-            module._parameters[name] = _Copy.apply(self.masters[i], self._copy(i), total)
-            module._parameters[name].grad_sum = total
+            copy = _Copy.apply(self.masters[i], self._copy(i), total)
+            set_grad_sum(copy, total)
+            module._parameters[name] = copy
 
     def _leave(self) -> None:
         for (module, name), master in zip(self.places, self.masters, strict=True):
@@ -57,16 +62,17 @@ class WholeWeights:
         if not self.keep:
             return master.detach().to(self.dtype)
         if known is None:
-            self.copies[i] = master._version, master.detach().to(self.dtype)
-            master.held_copy = self.copies[i][1]
+            known = master._version, master.detach().to(self.dtype)
+            setattr(master, HELD_COPY, known[1])
         elif known[0] != master._version:
-            self.copies[i] = master._version, known[1].copy_(master.detach())
-        return self.copies[i][1]
+            known = master._version, known[1].copy_(master.detach())
+        self.copies[i] = known
+        return known[1]
 
 
 def held_copy(master: nn.Parameter) -> Tensor | None:
     """The module's bf16 copy of this parameter. The fused AdamW kernel writes both; autograd does not see that."""
-    return getattr(master, "held_copy", None)
+    return getattr(master, HELD_COPY, None)
 
 
 class _Copy(torch.autograd.Function):

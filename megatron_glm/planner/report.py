@@ -70,8 +70,10 @@ def planned_config(flags: argparse.Namespace, data: DataSection = DataConfig) ->
     planned = _planned_pretraining if data is PretrainDataConfig else _planned_finetuning
     config = replace(config, data=planned(config, warnings))
     if not config.train.eval_only and not config.train.has_length:
-        flags = "--train-iters is not" if data is PretrainDataConfig else "neither --train-iters nor --train-epochs is"
-        warnings.append(f"{flags} given")
+        missing = (
+            "--train-iters is not" if data is PretrainDataConfig else "neither --train-iters nor --train-epochs is"
+        )
+        warnings.append(f"{missing} given")
         config = replace(config, train=replace(config.train, train_iters=config.optimizer.lr_warmup_iters + 1))
     return config, warnings
 
@@ -79,6 +81,7 @@ def planned_config(flags: argparse.Namespace, data: DataSection = DataConfig) ->
 def _planned_finetuning(config: RunConfig, warnings: list[str]) -> DataConfig:
     """The data of a run whose files may be missing."""
     data = config.data
+    assert isinstance(data, DataConfig)
     paths, _ = parse_blend(data.data_path, "--data-path")
     sets = validation_sets(data.valid_data_path)
     for flag, found in (("--data-path", paths), *(("--valid-data-path", paths) for paths in sets.values())):
@@ -95,6 +98,7 @@ def _planned_finetuning(config: RunConfig, warnings: list[str]) -> DataConfig:
 def _planned_pretraining(config: RunConfig, warnings: list[str]) -> PretrainDataConfig:
     """The same for the prefixes of a pre-training run."""
     data = config.data
+    assert isinstance(data, PretrainDataConfig)
     for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         flag, entries = flag_name(field), getattr(data, field)
         if field == "valid_data_path":
@@ -250,7 +254,7 @@ def _faster_lines(plan: Plan, gpu_memory: float) -> Iterator[str]:
     alone = [(change, other) for change, other in found if len(change) == 1]
     # Of settings that send as little, the one that needs least memory: some spend it and send nothing less.
     best = min(found, key=lambda pair: (round(transfer_seconds(pair[1]), 2), pair[1].peak()), default=None)
-    shown = alone + [best] * (best is not None and best not in alone)
+    shown = alone if best is None or best in alone else [*alone, best]
     for change, other in shown:
         if (less := seconds - transfer_seconds(other)) > max(0.01 * seconds, 0.05):  # 0.0 s says nothing
             more = (other.peak() - plan.peak()) / GIB

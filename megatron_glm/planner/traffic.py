@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from typing import Any
 
 import torch
 
@@ -45,7 +46,8 @@ def rank_traffic(plan: Plan, pp_rank: int) -> Counter:
     A backward repeats its forward's traffic the other way, and recomputation the forward's; index keys and
     selections, which have no gradient, are counted with the rest.
     """
-    grid, model, s, found = plan.grid, plan.config.model, plan.shapes, Counter()
+    grid, model, s = plan.grid, plan.config.model, plan.shapes
+    found: Any = Counter()  # of fractions, which its type does not know
     parallel, count = plan.config.parallel, plan.schedule.micro_batches
     passes = count * (2 if parallel.recompute_granularity == "none" else 3)
     for unit in plan.rank_units(pp_rank):

@@ -46,7 +46,8 @@ class Unit:
 
     def shard(self, index: int, size: int) -> tuple[int, int]:
         """(trained, frozen) elements that rank `index` of `size` holds: chunks of ceil(rows / size) along one dim."""
-        return tuple(sum(_shard(shape, index, size) for shape in shapes) for shapes in (self.trained, self.frozen))
+        trained, frozen = (sum(_shard(s, index, size) for s in shapes) for shapes in (self.trained, self.frozen))
+        return trained, frozen
 
 
 def _shard(shape: tuple[int, ...], index: int, size: int) -> int:

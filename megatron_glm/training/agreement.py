@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from megatron_glm.config import ModelConfig, RunConfig, flag_name
 from megatron_glm.config.flags import MEGATRON_NAMES
 from megatron_glm.data.finetuning import PackedDataset
 from megatron_glm.data.loader import MicroBatches
+from megatron_glm.launch import shown_elsewhere
 from megatron_glm.parallel.rendezvous import some
 from megatron_glm.training.checkpointing import FINGERPRINT_PACKS, fingerprint
 
@@ -40,11 +42,10 @@ def require_same(group: ProcessGroup, facts: Mapping[str, str]) -> None:
     others = (digests != digests[0]).any(dim=1).nonzero().flatten().tolist()
     if not others:
         return
-    everyone: list[tuple[str, dict[str, str]] | None] = [None] * group.size()
+    everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, (socket.gethostname(), dict(facts)), group=group)
     error = ValueError(f"the ranks of this run differ: {_differences(everyone, others)}")
-    error.told = group.rank() not in (0, others[0])
-    raise error
+    raise shown_elsewhere(error, group.rank() not in (0, others[0]))
 
 
 def _differences(everyone: list[tuple[str, dict[str, str]]], others: list[int]) -> str:
@@ -112,6 +113,6 @@ def require_same_data(group: ProcessGroup, **data: MicroBatches | None) -> None:
             packs = part.dataset.packs_per_epoch
             facts[f"the number of packs of the {name} data"] = str(packs)
             if isinstance(part.dataset, PackedDataset):  # its folder is named by all that is in it
-                facts[f"the digest of the {name} data"] = part.dataset.documents.folder.name
+                facts[f"the digest of the {name} data"] = part.dataset.folder.name
             facts[f"the fingerprint of the {name} data"] = fingerprint(part, min(packs, FINGERPRINT_PACKS))
     require_same(group, facts)

@@ -238,6 +238,7 @@ def load_checkpoint(
     rectangles, progress = model_rectangles(chunks), Progress()
     what = "weights only"
     if optimizer is not None and (resumed := start_of_run(config)).iteration > 0:
+        assert data is not None
         require_same_order(config, data)
         state, progress = run_state(folder, iteration), resumed
         if not config.checkpoint.no_load_optim:
@@ -255,7 +256,7 @@ def load_checkpoint(
 
 def require_same_order(config: RunConfig, data: MicroBatches) -> None:
     """Raises ValueError where --load would be resumed with other data, or with the same in another order."""
-    if start_of_run(config).iteration == 0:
+    if config.checkpoint.load is None or start_of_run(config).iteration == 0:
         return
     folder, iteration = iterations.start(config.checkpoint.load, config.checkpoint.ckpt_step)
     state = run_state(folder, iteration)
@@ -314,6 +315,7 @@ def open_hf(config: RunConfig) -> HFCheckpoint:
 
     Raises: ValueError if it is damaged or lacks the MTP layers of this run.
     """
+    assert config.checkpoint.load_hf is not None
     checkpoint, wanted = HFCheckpoint(Path(config.checkpoint.load_hf)), config.model.num_nextn_predict_layers
     if (stored := checkpoint.config.num_nextn_predict_layers) < wanted:
         raise ValueError(

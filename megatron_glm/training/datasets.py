@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from typing import Any
 
-from megatron_glm.config import RunConfig
+from megatron_glm.config import DataConfig, PretrainDataConfig, RunConfig
 from megatron_glm.config.data import PARTS, UNNAMED_SET, parse_split, validation_sets
 from megatron_glm.data.blend import parse_blend
 from megatron_glm.data.cache import Once
@@ -41,11 +42,12 @@ def pretraining_data(config: RunConfig, once: Once, log: Log) -> DataSets:
     """The samples of the .bin/.idx files of a run. Raises ValueError, naming flag or file, if they cannot be made."""
     log("opening the data")
     data, sets = config.data, validation_sets(config.data.valid_data_path)
+    assert isinstance(data, PretrainDataConfig)
 
-    def build(paths: tuple[str, ...], *samples: int | None) -> list:
+    def build(paths: tuple[str, ...], train: int | None, valid: int | None, test: int | None) -> list[Any]:
         """(training, validation, test) samples; None asks for one epoch, 0 for none."""
-        chosen = replace(data, valid_data_path=paths)
-        return list(build_datasets(chosen, config.model.vocab_size, config.train.seed, *samples, once, log))
+        chosen, model, seed = replace(data, valid_data_path=paths), config.model, config.train.seed
+        return list(build_datasets(chosen, model.vocab_size, seed, train, valid, test, once, log))
 
     samples = 0 if config.train.eval_only else _training_samples(config)
     train, valid, test = build((), samples, None, None)
@@ -95,6 +97,7 @@ class _RowSource:
 
     def _packed(self, paths: tuple[str, ...], share: Share, part: str) -> PackedDataset:
         data, name = self.config.data, " ".join(paths)
+        assert isinstance(data, DataConfig)
         new = paths not in self.known
         if new:
             self.log(f"reading {name}")
@@ -122,11 +125,11 @@ class _RowSource:
             else:  # the last step may reach beyond the last epoch
                 packs = sum(part.packs_per_epoch for part in parts)
                 samples = max(FINGERPRINT_PACKS, packs * train.train_epochs + train.global_batch_size)
-        blend = Blend(parts, weights, parts[0].documents.folder.parent, samples)
+        blend = Blend(parts, weights, parts[0].folder.parent, samples)
         self.once(lambda: blend.build(self.log))
         blend.open()
         shares = zip(blend.weights, parts, strict=True)
-        self.log("mix: " + ", ".join(f"{w / blend.period:.2%} {part.documents.folder.name}" for w, part in shares))
+        self.log("mix: " + ", ".join(f"{w / blend.period:.2%} {part.folder.name}" for w, part in shares))
         return blend
 
 
@@ -135,6 +138,7 @@ def _training_samples(config: RunConfig) -> int:
     samples = config.train.train_samples
     if samples is None:
         start = start_of_run(config)
+        assert config.train.train_iters is not None, "checked with the configuration"
         left = max(0, config.train.train_iters - start.iteration)
         samples = samples_after(config.train, left, start.consumed_samples)
     return max(FINGERPRINT_PACKS, samples)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -42,7 +43,8 @@ class HostCopy:
         try:
             self.buffer = torch.empty(self.nbytes, dtype=torch.uint8)
             if self.nbytes and torch.cuda.is_available():  # torch's own pinned memory is rounded to a power of two
-                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), self.nbytes, 0))
+                runtime: Any = torch.cuda.cudart()
+                torch.cuda.check_error(runtime.cudaHostRegister(self.buffer.data_ptr(), self.nbytes, 0))
             self.buffer.zero_()  # the pages exist from here on
         except (RuntimeError, MemoryError) as error:
             size = f"{self.nbytes / GIB:.2f} GiB of host memory, {available() / GIB:.2f} GiB are free"

@@ -255,4 +255,5 @@ def total_iterations(config: RunConfig, data: MicroBatches, progress: Progress) 
         return train.train_iters
     if train.train_samples is not None:
         return progress.iteration + iterations_within(train, train.train_samples, consumed)
+    assert train.train_epochs is not None, "checked with the configuration"
     return progress.iteration + iterations_for(train, train.train_epochs * data.dataset.packs_per_epoch, consumed)

@@ -28,6 +28,7 @@ def learning_rate(config: OptimizerConfig, iteration: int, train_iters: int) -> 
     if iteration <= warmup:
         return config.lr * iteration / warmup
     if style == "WSD":
+        assert config.lr_wsd_decay_iters is not None, "checked with the configuration"
         style, start = config.lr_wsd_decay_style, max(warmup, end - config.lr_wsd_decay_iters)
     passed = min(1.0, max(0.0, (iteration - 1 - start) / max(1, end - start)))
     return config.min_lr + (config.lr - config.min_lr) * SHAPES[style](passed)

@@ -13,6 +13,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
 from megatron_glm.config import OptimizerConfig
+from megatron_glm.model.glm import GLMChunk
 from megatron_glm.parallel.fsdp import local
 from megatron_glm.parallel.shard import ShardInfo
 from megatron_glm.parallel.whole_weights import held_copy
@@ -73,12 +74,14 @@ class AdamW(torch.optim.AdamW):
         if states:
             foreach_add_([state["step"] for state in states], 1)
         for parameter, state in zip(parameters, states, strict=True):
-            tensors = (local(x) for x in (parameter, parameter.grad, *(state[moment] for moment in MOMENTS)))
+            assert parameter.grad is not None
+            mean, square = (local(state[moment]) for moment in MOMENTS)
             rate, decay, betas, eps = (group[name] for name in ("lr", "weight_decay", "betas", "eps"))
+            tensors = local(parameter), local(parameter.grad), mean, square
             adamw(*tensors, held_copy(parameter), state["step"], rate, decay, betas, eps, scale)
 
 
-def build_optimizer(chunks: Iterable[nn.Module], config: OptimizerConfig) -> AdamW:
+def build_optimizer(chunks: Iterable[GLMChunk], config: OptimizerConfig) -> AdamW:
     """AdamW over the parameters that require a gradient; its state exists from the start, so that a load can fill it.
 
     Vectors (norms, biases) have no weight decay. One parameter group holds parameters of one mesh (experts are sharded
@@ -106,7 +109,7 @@ def build_optimizer(chunks: Iterable[nn.Module], config: OptimizerConfig) -> Ada
     return optimizer
 
 
-def trained_parameters(chunks: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter, ShardInfo]]:
+def trained_parameters(chunks: Iterable[GLMChunk]) -> Iterator[tuple[str, nn.Parameter, ShardInfo]]:
     """Canonical name, parameter and share of everything that the optimizer moves."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
@@ -115,7 +118,7 @@ def trained_parameters(chunks: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Pa
 
 
 @torch.no_grad()
-def gradient_squares(chunks: Sequence[nn.Module]) -> tuple[list[str], Tensor]:
+def gradient_squares(chunks: Sequence[GLMChunk]) -> tuple[list[str], Tensor]:
     """Names [n], and this rank's share of the squared L2 norm of each one's gradient: fp64 [n]; the ranks' sum counts.
 
     A rank adds the squares of its own shard divided by the number of ranks that hold the same shard, so that a

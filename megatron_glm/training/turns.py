@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_glm import heartbeat
 from megatron_glm.data.cache import WAIT_SECONDS, Once
+from megatron_glm.launch import shown_elsewhere
 from megatron_glm.torch_private import private
 from megatron_glm.training.logging import log
 
@@ -24,8 +25,8 @@ _turns = itertools.count()  # equal on all ranks: each turn has keys of its own 
 def once_per_node(group: ProcessGroup) -> Once:
     """A function that runs work() on the first rank of each node and returns its result on all ranks of that node.
 
-    An error of any node is raised on all ranks, as a ValueError or OSError; the attribute `told` marks those whose text
-    another rank shows. The ranks wait on torch's store, which has no time limit as a collective has, and the first rank
+    An error of any node is raised on all ranks, as a ValueError or OSError; those whose text another rank shows are
+    `shown_elsewhere`. The ranks wait on torch's store, which has no time limit as a collective has, and the first rank
     says every WAIT_SECONDS for whom.
 
     Args:
@@ -33,7 +34,7 @@ def once_per_node(group: ProcessGroup) -> Once:
     """
     if group.size() == 1:
         return lambda work: work()
-    hosts = [None] * group.size()
+    hosts: list[Any] = [None] * group.size()
     dist.all_gather_object(hosts, socket.gethostname(), group=group)
     first_ranks = {host: hosts.index(host) for host in hosts}  # in the order of the ranks
     mine = first_ranks[hosts[group.rank()]]
@@ -59,8 +60,7 @@ def once_per_node(group: ProcessGroup) -> Once:
         if failed:
             first = outcomes[failed[0]]
             error = error or (OSError if first["of_system"] else ValueError)(first["error"])
-            error.told = group.rank() != failed[0]
-            raise error
+            raise shown_elsewhere(error, group.rank() != failed[0])
         return outcomes[mine]["result"]
 
     return once

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch.distributed as dist
 
@@ -34,7 +34,7 @@ PACKAGE = str(Path(__file__).parents[1])
 _running: Watchdog | None = None
 
 
-def start(store: dist.Store, rank: int, ranks: int, minutes: float, folder: Path) -> None:
+def start(store: Any, rank: int, ranks: int, minutes: float, folder: Path) -> None:
     """Watch this process until `stop`. folder: made when the run hangs."""
     global _running
     _running = Watchdog(store, rank, ranks, minutes, folder)
@@ -57,7 +57,7 @@ def report_folder(log_file: str | None, save: str | None, run: str) -> Path:
 
 
 class Watchdog(threading.Thread):
-    def __init__(self, store: dist.Store, rank: int, ranks: int, minutes: float, folder: Path) -> None:
+    def __init__(self, store: Any, rank: int, ranks: int, minutes: float, folder: Path) -> None:
         super().__init__(name="watchdog", daemon=True)
         self.store = dist.PrefixStore("watchdog", store.clone())  # another thread may wait in the connection of `store`
         self.rank, self.ranks, self.folder = rank, ranks, folder
@@ -70,7 +70,7 @@ class Watchdog(threading.Thread):
         sent, last, moved = 0, -1, time.monotonic()
         while not self.stopped.wait(self.interval):
             if self.limit >= 60:
-                faulthandler.dump_traceback_later(self.limit + BACKSTOP, exit=True, file=sys.__stderr__)
+                faulthandler.dump_traceback_later(self.limit + BACKSTOP, exit=True, file=sys.stderr)
             beats = heartbeat.beats
             try:
                 total = self.store.add("beats", beats - sent)
@@ -85,7 +85,7 @@ class Watchdog(threading.Thread):
 
     def end(self) -> None:
         """Report and leave the process; the main thread may be anywhere."""
-        faulthandler.dump_traceback_later(4 * REPORT_WITHIN, exit=True, file=sys.__stderr__)  # if even that hangs
+        faulthandler.dump_traceback_later(4 * REPORT_WITHIN, exit=True, file=sys.stderr)  # if even that hangs
         file = self.folder / f"rank-{self.rank:05d}.txt"
         with suppress(RuntimeError):  # rank 0 has ended, as `verdict` will find
             self.store.set("hangs", "1")
@@ -98,7 +98,7 @@ class Watchdog(threading.Thread):
             self.dump_nccl()
             where = f"the stacks of every rank: {self.folder}"
         except OSError as error:
-            self.dump(sys.__stderr__)
+            self.dump(sys.stderr)
             where = f"{file} cannot be written ({error}), the stacks are above"
         try:
             verdict, behind = self.verdict()
@@ -124,7 +124,7 @@ class Watchdog(threading.Thread):
 
     def where(self) -> str:
         """The innermost line of the main thread in this package, else in anything."""
-        innermost: FrameType | None = sys._current_frames().get(self.main)
+        innermost: FrameType | None = sys._current_frames().get(self.main or 0)
         frame = innermost
         while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
             frame = frame.f_back
@@ -144,7 +144,8 @@ class Watchdog(threading.Thread):
             return f"rank {self.rank} is {_at(heartbeat.step)} ({self.where()}), rank 0 does not answer", [self.rank]
         verdict = json.loads(self.store.get("verdict"))
         self.store.add("read", 1)
-        return tuple(verdict)
+        text, behind = verdict
+        return text, behind
 
     def _wait(self, done: Callable[[], bool], seconds: float) -> bool:
         end = time.monotonic() + seconds
@@ -161,7 +162,8 @@ def describe(places: list[tuple[int, int, str] | None]) -> tuple[str, list[int]]
     groups: dict[tuple[int, int, str], list[int]] = {}
     for rank, place in enumerate(places):
         if place is not None:
-            groups.setdefault(tuple(place), []).append(rank)
+            step, beats, line = place
+            groups.setdefault((step, beats, line), []).append(rank)
     ordered = sorted(groups.items(), key=lambda group: (*group[0][:2], len(group[1])))
     texts = [f"{_ranks(ranks)} {_at(step)} ({line})" for (step, _, line), ranks in ordered]
     silent = [rank for rank, place in enumerate(places) if place is None]

@@ -1,5 +1,8 @@
 """TileLang kernels of the indexer: scores of a chunk of rows, then the exact top-k of each row by radix select."""
 
+# pyright: reportInvalidTypeForm=false
+# TileLang reads shapes of buffers from annotations.
+
 from functools import cache
 
 import tilelang.language as T

@@ -1,5 +1,8 @@
 """TileLang backward of sparse MLA on Hopper: one warpgroup makes P and dS, the other dKV, while the first goes on."""
 
+# pyright: reportInvalidTypeForm=false
+# TileLang reads shapes of buffers from annotations.
+
 from functools import cache
 from types import SimpleNamespace
 

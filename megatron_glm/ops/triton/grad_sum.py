@@ -22,7 +22,7 @@ def _add_widened(total, addend, narrow, size, first: tl.constexpr, block: tl.con
 def add_widened(addend: Tensor | None, narrow: Tensor) -> Tensor:
     """addend + narrow in fp32: in place where the addend is fp32, else a new tensor."""
     in_place = addend is not None and addend.dtype == torch.float32
-    total = addend if in_place else torch.empty(narrow.shape, device=narrow.device)
+    total = addend if addend is not None and in_place else torch.empty(narrow.shape, device=narrow.device)
     if narrow.numel():
         grid, given = (triton.cdiv(narrow.numel(), BLOCK),), total if addend is None else addend
         _add_widened[grid](total, given, narrow.contiguous(), narrow.numel(), addend is None, BLOCK, num_warps=8)

@@ -39,6 +39,7 @@ class _Queries(torch.autograd.Function):
             expanded = q.new_empty(row_count(rows[0]), *q.shape[1:])
             move_rotated(q, expanded, cos, sin, source_rows=rows[0])
         if rows[1] is not None:
+            assert to_key is not None
             part, latent = q[rows[1]], to_key.shape[2]
             absorbed = q.new_empty(*part.shape[:2], latent + q.shape[2] - nope)
             q_nope = part[..., :nope]
@@ -53,17 +54,21 @@ class _Queries(torch.autograd.Function):
         (q_nope, cos, sin, to_key), rows = ctx.saved_tensors, ctx.rows
         nope, grad_to_key = ctx.shape[2] - 2 * cos.shape[1], None
         if rows == (slice(0, ctx.shape[0]), None):
+            assert grad_expanded is not None
             grad_q = grad_expanded.contiguous()
             move_rotated(grad_q[..., nope:], grad_q[..., nope:], cos, sin, inverse=True)
             return grad_q, None, None, None, None
         like = grad_expanded if grad_absorbed is None else grad_absorbed
+        assert like is not None
         grad_q = _empty(like, ctx.shape[0], row_count(rows[0]) + row_count(rows[1]), *ctx.shape[1:])
         if rows[0] is not None:
+            assert grad_expanded is not None
             if isinstance(rows[0], slice):
                 move_rotated(grad_expanded, grad_q[rows[0]], cos[rows[0]], sin[rows[0]], inverse=True)
             else:
                 move_rotated(grad_expanded, grad_q, cos, sin, target_rows=rows[0], inverse=True)
         if rows[1] is not None:
+            assert grad_absorbed is not None
             part, latent = _view(grad_q, rows[1]), to_key.shape[2]
             grad_latent = _by_head(grad_absorbed[..., :latent])
             torch.bmm(grad_latent, to_key.transpose(1, 2), out=_by_head(part[..., :nope]))
@@ -134,11 +139,13 @@ class _Outputs(torch.autograd.Function):
         ctx.rows = rows
         ctx.save_for_backward(absorbed, to_value)
         like = absorbed if expanded is None else expanded
-        width = to_value.shape[1] if expanded is None else expanded.shape[2]
+        assert like is not None
+        width = to_value.shape[1] if to_value is not None and expanded is None else like.shape[2]
         out = _empty(like, total, row_count(rows[0]) + row_count(rows[1]), like.shape[1], width)
-        if expanded is not None:
+        if expanded is not None and rows[0] is not None:
             put_rows(out, rows[0], expanded)
         if absorbed is not None:
+            assert rows[1] is not None and to_value is not None
             part = _view(out, rows[1])
             torch.bmm(_by_head(absorbed), to_value.transpose(1, 2), out=_by_head(part))
             if not isinstance(rows[1], slice):

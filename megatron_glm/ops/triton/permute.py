@@ -101,7 +101,7 @@ def copy_rows(x: Tensor, weights: Tensor | None, position: Tensor, size: int) ->
     out, row_weights = x.new_empty(size, dim), None if weights is None else weights.new_empty(size)
     if size:
         grid, weighted = (tokens, triton.cdiv(dim, BLOCK)), weights is not None
-        given = (weights.contiguous(), row_weights) if weighted else (x, out)
+        given = (x, out) if weights is None else (weights.contiguous(), row_weights)
         _copy_rows[grid](x.contiguous(), given[0], position, out, given[1], slots, dim, weighted, BLOCK)
     return out, row_weights
 
@@ -113,6 +113,6 @@ def sum_rows(source: Tensor, row_weights: Tensor | None, position: Tensor) -> tu
     weights = None if row_weights is None else row_weights.new_empty(tokens, slots)
     if tokens:
         grid, weighted = (tokens, triton.cdiv(dim, BLOCK)), weights is not None
-        given = (row_weights.contiguous(), weights) if weighted else (source, out)
+        given = (source, out) if row_weights is None else (row_weights.contiguous(), weights)
         _sum_rows[grid](source.contiguous(), given[0], position, out, given[1], slots, dim, weighted, BLOCK)
     return out, weights

@@ -36,6 +36,6 @@ def make_dispatcher(
     if name == "alltoall":
         return AllToAllDispatcher(n_experts // ranks, groups.ep)
     node = groups.ep_node and groups.ep_node.size()
-    if node is None or node != expert_node_size:
+    if groups.ep_node is None or groups.ep_inter is None or node != expert_node_size:
         raise ValueError(f"--expert-node-size is {expert_node_size}, but the process groups have nodes of {node} ranks")
     return HybridDispatcher(n_experts // ranks, groups.ep, groups.ep_inter, groups.ep_node)
