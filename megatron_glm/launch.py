@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
 
 def ranks_from_slurm() -> None:
-    """What torchrun would have set in the environment, from SLURM's variables, for a process that srun started.
+    """What torchrun would have set in the environment, from SLURM's variables, for a process that srun has started.
 
     The first node of the step is the meeting point, on a port that follows from the numbers of job and step, unless
     MASTER_ADDR and MASTER_PORT say otherwise. Nothing changes under torchrun, outside SLURM and for a single task.

@@ -194,17 +194,17 @@ class Outputs(NamedTuple):
     loss: Tensor | None
 
 
-def forward(chunk: GLMChunk, tokens: Tensor, plan, labels: Tensor | None = None, carry: Carry | None = None) -> Outputs:
+def forward(chunk: GLMChunk, tokens: Tensor, pack, labels: Tensor | None = None, carry: Carry | None = None) -> Outputs:
     """One micro-batch through one chunk; without `carry` it is the first."""
-    carry, losses = chunk(MicroBatch(tokens, labels, plan), carry or {})
+    carry, losses = chunk(MicroBatch(tokens, labels, pack), carry or {})
     return Outputs(carry["hidden"], carry.get("topk"), losses.get("lm"))
 
 
-def run_chunk(chunk: GLMChunk, tokens: Tensor, labels: Tensor, plan) -> Outcome:
+def run_chunk(chunk: GLMChunk, tokens: Tensor, labels: Tensor, pack) -> Outcome:
     """The same of our model, in one packed forward and backward."""
     chunk.zero_grad()
     with recorded() as seen:
-        out = forward(chunk, tokens, plan, labels)
+        out = forward(chunk, tokens, pack, labels)
     out.loss.backward()
     logits = chunk.lm_head.logits(chunk.norm(out.hidden)).detach()
     gradients = {n: p.grad.clone() for n, p in chunk.named_parameters() if p.grad is not None}

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_glm.config import ModelConfig, ParallelConfig
 from megatron_glm.model.mla import MLA
 from megatron_glm.model.moe import Experts
-from megatron_glm.model.plan import AttentionPlan
+from megatron_glm.model.pack import PackRows
 from megatron_glm.model.router import Router
 from megatron_glm.ops import dense_mla, indexer, sparse_mla
 from megatron_glm.ops.experts import grouped_mlp
@@ -259,14 +259,14 @@ def attention(chosen: list[str], tokens: list[int]) -> Iterator[dict]:
             for name, documents in cases.items():
                 runs, outputs = {}, {}
                 for ranks, kind in ((1, "auto"), (1, "off"), (2, "auto"), (2, "off")):
-                    plan = AttentionPlan.build(
+                    pack = PackRows.build(
                         config, documents, total, cp_rank=0, cp_size=ranks, dense_rows=kind, device="cuda"
                     )
-                    runs["core", ranks, kind] = _core(layer, plan, x.detach() if ranks == 1 else None)
+                    runs["core", ranks, kind] = _core(layer, pack, x.detach() if ranks == 1 else None)
                     if ranks == 1:
-                        runs["layer", ranks, kind] = partial(_backward, layer, grad, x, plan, None)
+                        runs["layer", ranks, kind] = partial(_backward, layer, grad, x, pack, None)
                         with torch.no_grad():
-                            outputs[kind] = layer(x, plan, None)[0]
+                            outputs[kind] = layer(x, pack, None)[0]
                 # Two results of bf16 kernels differ by more than one differs from fp32.
                 check = judge({"out": relative_error(outputs["auto"], outputs["off"]) / 2})
                 for part, ranks in (("core", 1), ("layer", 1), ("core", 2)):
@@ -281,28 +281,28 @@ def _backward(module: torch.nn.Module, grad: Tensor, *inputs: object) -> None:
     module(*inputs)[0].backward(grad)
 
 
-def _core(layer: MLA, plan: AttentionPlan, x: Tensor | None) -> Callable[[], None]:
-    rows = plan.total if plan.local_rows is None else len(plan.local_rows)
-    q, kv = normal(rows, HEADS, layer.nope + layer.rope).requires_grad_(), normal(plan.total, WIDTH).requires_grad_()
+def _core(layer: MLA, pack: PackRows, x: Tensor | None) -> Callable[[], None]:
+    rows = pack.total if pack.local_rows is None else len(pack.local_rows)
+    q, kv = normal(rows, HEADS, layer.nope + layer.rope).requires_grad_(), normal(pack.total, WIDTH).requires_grad_()
     select = None
-    if plan.sparse is not None and x is not None:
-        select = partial(layer.indexer, x, normal(rows, layer.q_a_proj.weight.shape[0]), plan)
-    elif plan.sparse is not None:
-        scored = row_count(plan.sparse.shard_rows)
-        select = partial(_select, plan, layer.backend, normal(scored, 32, 128), normal(plan.total, 128))
+    if pack.sparse is not None and x is not None:
+        select = partial(layer.indexer, x, normal(rows, layer.q_a_proj.weight.shape[0]), pack)
+    elif pack.sparse is not None:
+        scored = row_count(pack.sparse.shard_rows)
+        select = partial(_select, pack, layer.backend, normal(scored, 32, 128), normal(pack.total, 128))
 
     leaves, grad = (q, kv, layer.kv_b_proj.weight), normal(rows, HEADS, layer.value)
 
     def run():
-        torch.autograd.grad(layer.attend(q, kv, None if select is None else select(), plan), leaves, grad)
+        torch.autograd.grad(layer.attend(q, kv, None if select is None else select(), pack), leaves, grad)
 
     return run
 
 
-def _select(plan: AttentionPlan, backend: str, iq: Tensor, ik: Tensor) -> Tensor:
-    sparse, w = plan.sparse, iq[..., 0].float()
-    chosen = indexer.index_topk(iq, ik, w, sparse.start, sparse.end, plan.slots, backend, sparse.segments)
-    topk = chosen.new_empty(len(plan.local_rows), plan.slots)
+def _select(pack: PackRows, backend: str, iq: Tensor, ik: Tensor) -> Tensor:
+    sparse, w = pack.sparse, iq[..., 0].float()
+    chosen = indexer.index_topk(iq, ik, w, sparse.start, sparse.end, pack.slots, backend, sparse.segments)
+    topk = chosen.new_empty(len(pack.local_rows), pack.slots)
     put_rows(topk, sparse.shard_rows, chosen)
     return topk
 

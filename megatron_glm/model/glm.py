@@ -94,21 +94,21 @@ class GLMChunk(Chunk):
             last chunk's hidden states are those before the final norm, and cut from the graph: the loss has it.
             The losses by name: "lm", fp32 scalar, the SUM of the token losses times its scale, in the last chunk.
         """
-        plan = batch.plan
-        hidden = carry["hidden"] if self.embed_tokens is None else self.embed_tokens(plan.local(batch.tokens))
+        pack = batch.pack
+        hidden = carry["hidden"] if self.embed_tokens is None else self.embed_tokens(pack.local(batch.tokens))
         topk = gather_values(carry["topk"], self.groups.tp) if "topk" in carry else None
         for layer_id in self.layer_ids:
             layer = self.layers[str(layer_id)]
-            hidden, topk, expert_ids = run_layer(self.recompute, layer, hidden, plan, topk)
+            hidden, topk, expert_ids = run_layer(self.recompute, layer, hidden, pack, topk)
             if expert_ids is not None:
                 self.router(layer_id).count(expert_ids)
         losses = {}
         if self.lm_head is not None and self.norm is not None and batch.labels is not None:
-            labels, size = plan.local(batch.labels), self.kernels.loss_chunk_size
+            labels, size = pack.local(batch.labels), self.kernels.loss_chunk_size
             losses["lm"] = self.lm_head(self.norm(hidden), labels, size, batch.scale("lm"))
         if self.lm_head is not None:
             hidden = hidden.detach()  # a chunk without layers returns its input, and FSDP2 warns of views with a graph
-        return {"hidden": hidden} | ({} if topk is None else {"topk": topk[plan.shard]}), losses
+        return {"hidden": hidden} | ({} if topk is None else {"topk": topk[pack.shard]}), losses
 
     def router(self, layer_id: int) -> Router:
         """Of a MoE layer."""

@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_glm.config.model import ModelConfig
 from megatron_glm.model.norm import LayerNorm
-from megatron_glm.model.plan import AttentionPlan
+from megatron_glm.model.pack import PackRows
 from megatron_glm.ops.indexer import index_topk
 from megatron_glm.ops.rope import rotate_
 from megatron_glm.ops.routing import linear_in_fp32
@@ -34,7 +34,7 @@ class Indexer(nn.Module):
         self.weights_proj = ReplicatedLinear(config.hidden_size, self.n_heads, tp)
 
     @torch.no_grad()
-    def forward(self, x: Tensor, qr: Tensor, plan: AttentionPlan) -> Tensor:
+    def forward(self, x: Tensor, qr: Tensor, pack: PackRows) -> Tensor:
         """Select keys.
 
         Args:
@@ -43,18 +43,18 @@ class Indexer(nn.Module):
             [t, K] int32 pack positions for all local rows, the same on every TP rank; -1 in unused slots and in rows
             that need no selection.
         """
-        sparse = plan.sparse
+        sparse = pack.sparse
         assert sparse is not None, "no row needs a selection"
-        rows, (cos, sin) = sparse.shard_rows, plan.shard_rope
+        rows, (cos, sin) = sparse.shard_rows, pack.shard_rope
         key = self._rotate(self.k_norm(self.wk(x)), cos, sin)
-        key = gather_pack(key, self.tp_cp, plan.order)
+        key = gather_pack(key, self.tp_cp, pack.order)
         query = self.wq_b(qr[rows]).view(-1, self.n_heads, self.head_dim)
         query = self._rotate(query, cos[rows], sin[rows])
         weight = self._head_weights(x[rows])
         ranges = sparse.start, sparse.end
-        selected = index_topk(query, key, weight, *ranges, plan.slots, self.backend, sparse.segments)
+        selected = index_topk(query, key, weight, *ranges, pack.slots, self.backend, sparse.segments)
         if row_count(rows) < x.shape[0]:
-            part, selected = selected, selected.new_full((x.shape[0], plan.slots), -1)
+            part, selected = selected, selected.new_full((x.shape[0], pack.slots), -1)
             put_rows(selected, rows, part)
         return gather_values(selected, self.tp)
 

@@ -12,7 +12,7 @@ from megatron_glm.model.mla import MLA
 from megatron_glm.model.mlp import MLP
 from megatron_glm.model.moe import MoE
 from megatron_glm.model.norm import RMSNorm
-from megatron_glm.model.plan import AttentionPlan
+from megatron_glm.model.pack import PackRows
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.linear import ReplicatedLinear
 
@@ -44,11 +44,11 @@ class DecoderLayer(nn.Module):
             else MLP(config.hidden_size, config.intermediate_size, groups.tp)
         )
 
-    def forward(self, x: Tensor, plan: AttentionPlan, topk: Tensor | None) -> LayerOutput:
-        attended, topk = self.self_attn(self.input_layernorm(x), plan, topk)
+    def forward(self, x: Tensor, pack: PackRows, topk: Tensor | None) -> LayerOutput:
+        attended, topk = self.self_attn(self.input_layernorm(x), pack, topk)
         x, normed = self.post_attention_layernorm.add(x, attended)
         if isinstance(self.mlp, MoE):
-            out, expert_ids = self.mlp(normed, plan)
+            out, expert_ids = self.mlp(normed, pack)
             return LayerOutput(x + out, topk, expert_ids)
         return LayerOutput(x + self.mlp(normed), topk, None)
 

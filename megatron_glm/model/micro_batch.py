@@ -6,22 +6,22 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from megatron_glm.model.plan import AttentionPlan
+from megatron_glm.model.pack import PackRows
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch on the device. The pack is whole on every rank; a chunk takes this rank's rows by `plan.local`.
+    """One micro-batch on the device. The pack is whole on every rank; a chunk takes this rank's rows by `pack.local`.
 
     tokens: [T] int64.
     labels: [T] int64, the next token of each, -100 = no loss; None: no loss is wanted.
-    plan: which keys each row may see, and rope.
+    pack: which keys each row may see, and rope.
     scales: the factor of each loss by its name, 1 / (its count in the whole step); 1 where a name is missing.
     """
 
     tokens: Tensor
     labels: Tensor | None
-    plan: AttentionPlan
+    pack: PackRows
     scales: dict[str, float] = field(default_factory=dict)
 
     def scale(self, loss: str) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatron_glm.config.model import ModelConfig
 from megatron_glm.model.indexer import Indexer
 from megatron_glm.model.norm import RMSNorm
-from megatron_glm.model.plan import AttentionPlan
+from megatron_glm.model.pack import PackRows
 from megatron_glm.ops.dense_mla import dense_mla
 from megatron_glm.ops.latent import expanded_keys, outputs, queries
 from megatron_glm.ops.recompute import keep_choice
@@ -49,7 +49,7 @@ class MLA(nn.Module):
         self.o_proj = RowParallelLinear(heads * self.value, config.hidden_size, tp, kept=True)
         self.indexer = Indexer(config, tp, groups.tp_cp, backend) if config.has_indexer(layer) else None
 
-    def forward(self, x: Tensor, plan: AttentionPlan, topk: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, pack: PackRows, topk: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Attend.
 
         Args:
@@ -58,31 +58,31 @@ class MLA(nn.Module):
         Returns:
             [t/TP, D] and the selection in force after this layer. Rows of padding give zero.
         """
-        alone = self.groups.cp.size() > 1 and self.groups.tp.size() == 1  # q communicates under TP
-        kv = beside(alone, lambda x: self._latents(x, plan), x)
+        cp_without_tp = self.groups.cp.size() > 1 and self.groups.tp.size() == 1  # q communicates under TP
+        kv = beside(cp_without_tp, lambda x: self._latents(x, pack), x)
         qr = self.q_a_layernorm(self.q_a_proj(x))
-        if (indexer := self.indexer) is not None and plan.sparse is not None:
-            topk = keep_choice(lambda: indexer(x, qr, plan))
+        if (indexer := self.indexer) is not None and pack.sparse is not None:
+            topk = keep_choice(lambda: indexer(x, qr, pack))
         q = self.q_b_proj(gather_rows(qr, self.groups.tp)).view(-1, self.heads, self.nope + self.rope)
-        out = self.attend(q, kv(), topk, plan).flatten(1)
+        out = self.attend(q, kv(), topk, pack).flatten(1)
         return self.o_proj(out), topk
 
-    def _latents(self, x: Tensor, plan: AttentionPlan) -> Tensor:
+    def _latents(self, x: Tensor, pack: PackRows) -> Tensor:
         """Keys of the whole pack, `[c | k_rope]` [T, C+R] in pack order."""
         c, k_rope = self.kv_a_proj_with_mqa(x).split((self.latent, self.rope), dim=-1)
-        kv = torch.cat((self.kv_a_layernorm(c), apply_rope(k_rope, *plan.shard_rope)), dim=-1)
-        return gather_pack(kv, self.groups.tp_cp, plan.order)
+        kv = torch.cat((self.kv_a_layernorm(c), apply_rope(k_rope, *pack.shard_rope)), dim=-1)
+        return gather_pack(kv, self.groups.tp_cp, pack.order)
 
-    def attend(self, q: Tensor, kv: Tensor, topk: Tensor | None, plan: AttentionPlan) -> Tensor:
+    def attend(self, q: Tensor, kv: Tensor, topk: Tensor | None, pack: PackRows) -> Tensor:
         """Queries [t, h, N+R] as projected, which may be overwritten, latents [T, C+R], selection [t, K] -> [t, h, V].
 
         Dense rows expand keys and values for each head; sparse rows take the query into the latent space.
         """
-        dense, sparse, weight = plan.dense, plan.sparse, self.kv_b_proj.weight
+        dense, sparse, weight = pack.dense, pack.sparse, self.kv_b_proj.weight
         to_key = to_value = out_dense = out_sparse = None
         if sparse is not None:
             to_key, to_value = weight.view(self.heads, -1, self.latent).split((self.nope, self.value), dim=1)
-        q_dense, q_sparse = queries(q, plan.rope, plan.rows, to_key)
+        q_dense, q_sparse = queries(q, pack.rope, pack.rows, to_key)
         if dense is not None:
             assert q_dense is not None
             k, v = expanded_keys(kv, weight, dense.keys, self.heads, self.nope)
@@ -91,4 +91,4 @@ class MLA(nn.Module):
             assert q_sparse is not None and topk is not None, "a shared layer needs the selection of the one before"
             idx = topk[sparse.rows]
             out_sparse, _ = sparse_mla(q_sparse, kv, idx, sparse.length, self.latent, self.scale, self.backend)
-        return outputs(q.shape[0], plan.rows, out_dense, out_sparse, to_value)
+        return outputs(q.shape[0], pack.rows, out_dense, out_sparse, to_value)

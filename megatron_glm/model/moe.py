@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from megatron_glm.config import ParallelConfig
 from megatron_glm.config.model import ModelConfig
 from megatron_glm.model.mlp import MLP
-from megatron_glm.model.plan import AttentionPlan
+from megatron_glm.model.pack import PackRows
 from megatron_glm.model.router import Router
 from megatron_glm.ops.experts import grouped_mlp
 from megatron_glm.parallel.dispatch import make_dispatcher
@@ -48,19 +48,22 @@ class MoE(nn.Module):
         super().__init__()
         self.gate = Router(config, groups)
         self.experts = Experts(config, groups)
-        self.has_way = groups.ep.size() > 1 and groups.tp.size() == 1  # under TP the shared expert communicates, too
+        self.overlaps_dispatch = (
+            groups.ep.size() > 1 and groups.tp.size() == 1
+        )  # under TP the shared expert communicates, too
         width = config.n_shared_experts * config.moe_intermediate_size
         self.shared_experts = MLP(config.hidden_size, width, groups.tp)
         self.dispatcher = make_dispatcher(
             parallel.moe_token_dispatcher_type, config.n_routed_experts, groups, parallel.expert_node_size
         )
 
-    def forward(self, x: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, pack: PackRows) -> tuple[Tensor, Tensor]:
         """-> output [t/TP, D] and the expert ids [t/TP, K] int64 that were chosen (-1 for padding)."""
-        ids, weights = self.gate(x, plan.valid)
-        # Beside the rows' way to other ranks. Before the routed experts: a layer's recomputation ends with the last
-        # tensor that the backward needs, and is spared the down projection and the way back if that tensor is theirs.
-        shared = beside(self.has_way, self.shared_experts, x)
+        ids, weights = self.gate(x, pack.valid)
+        # It runs while the rows travel to other ranks. It is started before the routed experts: a layer's recomputation
+        # ends with the last tensor that the backward needs, and skips the down projection and `combine` if that tensor
+        # is theirs.
+        shared = beside(self.overlaps_dispatch, self.shared_experts, x)
         rows, row_weights, counts, handle = self.dispatcher.dispatch(x, ids, weights)
         routed = self.dispatcher.combine(self.experts(rows, row_weights, counts), handle)
         return routed + shared(), ids

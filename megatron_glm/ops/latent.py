@@ -1,4 +1,4 @@
-"""What stands around the two attention ops of MLA: queries, expanded keys and outputs.
+"""Before and after the two attention ops of MLA: queries, expanded keys and outputs.
 
 A row attends in one of two forms: *expanded*, where each head has keys and values of its own (dense rows), or
 *absorbed*, where the query goes into the latent space and all heads share one key (sparse rows). h = heads of this
@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_glm.ops.rope import apply_rope
-from megatron_glm.ops.rows import FormRows, Rows, row_count
+from megatron_glm.ops.rows import Rows, RowsByForm, row_count
 
 
 def queries(
-    q: Tensor, rope: tuple[Tensor, Tensor], rows: FormRows, to_key: Tensor | None
+    q: Tensor, rope: tuple[Tensor, Tensor], rows: RowsByForm, to_key: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Queries of the rows of each form.
 
@@ -60,7 +60,7 @@ def expanded_keys(kv: Tensor, weight: Tensor, rows: Rows, heads: int, nope: int)
 
 
 def outputs(
-    total: int, rows: FormRows, expanded: Tensor | None, absorbed: Tensor | None, to_value: Tensor | None
+    total: int, rows: RowsByForm, expanded: Tensor | None, absorbed: Tensor | None, to_value: Tensor | None
 ) -> Tensor:
     """[total, h, V] of all rows from the outputs of each form; zero in rows of neither.
 

@@ -20,7 +20,7 @@ def _one_pass(x: Tensor, weight: Tensor) -> bool:
 def linear_in_fp32(x: Tensor, weight: Tensor) -> Tensor:
     """x [t, D], weight [E, D] -> x @ weight.T [t, E] in fp32; products of bf16 numbers are exact there.
 
-    Differentiable, but on CUDA in bf16, where `expert_weights` carries the gradient: no fp32 copy of x is made or kept.
+    Differentiable, except on CUDA in bf16: there `expert_weights` has the gradient, and no fp32 copy of x is made.
     """
     if _one_pass(x, weight):
         return _product(x.detach(), weight.detach().t())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 Rows = slice | Tensor  # rows that rise: one run of them, or int64 [n] on the device
-FormRows = tuple[Rows | None, Rows | None]  # the rows of the expanded and of the absorbed form; None = it is not used
+RowsByForm = tuple[Rows | None, Rows | None]  # the rows of the expanded and of the absorbed form; None = it is not used
 
 
 def row_count(rows: Rows | None) -> int:

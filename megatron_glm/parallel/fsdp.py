@@ -57,11 +57,11 @@ def shard_chunk(chunk: Chunk, groups: ParallelGroups, parallel: ParallelConfig, 
     # no cast of inputs: hidden states have the type already, and the plan's rope tables must keep theirs
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     whole_experts, whole_chunk = holds_whole(groups.dp_cp.size(), groups.edp.size())
-    taken: set[nn.Parameter] = set()
+    elsewhere: set[nn.Parameter] = set()
 
     def shard(module: nn.Module, group: dist.ProcessGroup, whole: bool, reshard: bool, experts: bool = False) -> None:
         if not whole:
-            mesh, others = DeviceMesh.from_group(group, device), taken & set(module.parameters())
+            mesh, others = DeviceMesh.from_group(group, device), elsewhere & set(module.parameters())
             fully_shard(
                 module,
                 mesh=mesh,
@@ -74,9 +74,9 @@ def shard_chunk(chunk: Chunk, groups: ParallelGroups, parallel: ParallelConfig, 
             if not experts or parallel.pipeline_schedule != "1f1b":  # else autograd makes them, before their "W"
                 module.register_forward_pre_hook(attach_grad_sums)  # once it is gathered
         else:
-            WholeWeights(module, taken, dtype, keep=not reshard, narrow=experts)
+            WholeWeights(module, elsewhere, dtype, keep=not reshard, narrow=experts)
         if whole:
-            taken.update(module.parameters())
+            elsewhere.update(module.parameters())
 
     for layer in chunk.layers.values():
         experts = getattr(layer.mlp, "experts", None)
@@ -122,8 +122,8 @@ def set_gradient_sync(chunk: nn.Module, sync: bool, last: bool) -> None:
     Until they are reduced, weights that stay gathered after a forward do so after the backward, too.
 
     Args:
-        last: no backward of the step follows, so FSDP2 ends what is on its way: reductions, and weights that it has
-            begun to gather for nothing.
+        last: no backward of the step follows, so FSDP2 waits for what it has started: reductions, and weights that
+            it gathers for nothing.
     """
     if not isinstance(chunk, FSDPModule):
         return

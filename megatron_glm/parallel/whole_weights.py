@@ -22,19 +22,19 @@ class WholeWeights:
     each parameter's place. Its attribute `grad_sum` is the parameter's `GradSum`.
 
     Args:
-        taken: parameters within the module that are looked after elsewhere.
+        elsewhere: parameters within the module that are looked after elsewhere.
         keep: hold the copies until the parameters change, or make them in each forward (and recomputation).
         narrow: leave the only gradient of a step in the copies' type, on CUDA; the sum of several is in fp32.
     """
 
     def __init__(
-        self, module: nn.Module, taken: set[nn.Parameter], dtype: torch.dtype, keep: bool, narrow: bool = False
+        self, module: nn.Module, elsewhere: set[nn.Parameter], dtype: torch.dtype, keep: bool, narrow: bool = False
     ) -> None:
         self.places = [
             (owner, name)
             for owner in module.modules()
             for name, parameter in owner.named_parameters(recurse=False)
-            if parameter not in taken and parameter.dtype != dtype
+            if parameter not in elsewhere and parameter.dtype != dtype
         ]
         self.dtype, self.keep, self.narrow = dtype, keep, narrow
         self.copies: list[tuple[int, Tensor] | None] = [None] * len(self.places)  # with the version that was copied

@@ -75,8 +75,8 @@ def _products(model: ModelConfig, layer: int, s: Shapes) -> int:
 def layer_kept(model: ModelConfig, layer: int, s: Shapes, granularity: str) -> int:
     """Bytes of a layer between its forward and its backward.
 
-    full: its input s D b, the selection of a full layer and the expert ids; selective: the dear products too; none:
-    everything.
+    full: its input s D b, the selection of a full layer and the expert ids; selective: also the products that
+    are `kept`; none: everything.
     """
     if granularity == "none":
         return sum(layer_activations(model, layer, s).values())

@@ -34,7 +34,7 @@ from megatron_glm.planner.activations import (
     layer_kept,
     vocabulary_elements,
 )
-from megatron_glm.planner.units import Unit, stage_units
+from megatron_glm.planner.units import FsdpUnit, stage_units
 
 FP32 = 4
 GIB = 2**30
@@ -44,7 +44,7 @@ RESERVE = 5 * GIB  # an assumption: CUDA context and libraries, NCCL's channels 
 
 
 @dataclass(frozen=True)
-class Held:
+class BytesHeld:
     """Bytes that one rank holds between steps and at a step's end: exact."""
 
     masters: int  # of the trained parameters, fp32
@@ -98,13 +98,13 @@ class Plan:
             dense = 0
         return Shapes(pack, tokens, tokens // grid.tp, dense, min(topk, pack), grid.tp, 2 if config.train.bf16 else 4)
 
-    def units(self, stage: Stage) -> tuple[Unit, ...]:
+    def units(self, stage: Stage) -> tuple[FsdpUnit, ...]:
         return stage_units(self.config.model, self.grid, stage)
 
-    def rank_units(self, pp_rank: int) -> list[Unit]:
+    def rank_units(self, pp_rank: int) -> list[FsdpUnit]:
         return [unit for stage in self.layout.of_rank(pp_rank) for unit in self.units(stage)]
 
-    def held(self, rank: int) -> Held:
+    def held(self, rank: int) -> BytesHeld:
         """What global rank `rank` holds of parameters, gradients and AdamW's two moments."""
         grid = self.grid
         place = {n: next(g.index(rank) for g in grid.groups(n) if rank in g) for n in ("pp", "dp_cp", "edp")}
@@ -114,7 +114,7 @@ class Plan:
             more, still = unit.shard(index, size)
             trained, frozen = trained + more, frozen + still
         moment = 2 if self.config.optimizer.adam_moments_dtype == "bf16" else FP32
-        return Held(FP32 * trained, self.frozen_bytes * frozen, FP32 * trained, 2 * moment * trained)
+        return BytesHeld(FP32 * trained, self.frozen_bytes * frozen, FP32 * trained, 2 * moment * trained)
 
     @property
     def frozen_bytes(self) -> int:

@@ -17,7 +17,7 @@ from megatron_glm.config.data import validation_sets
 from megatron_glm.config.flags import PLAN_FLAGS, DataSection, print_always_so, refuse, resolve
 from megatron_glm.config.flops import training_flops
 from megatron_glm.data.blend import parse_blend
-from megatron_glm.model.plan import work_per_rank
+from megatron_glm.model.pack import work_per_rank
 from megatron_glm.planner.plan import GIB, Plan
 from megatron_glm.planner.traffic import NETWORK_RATE, NODE_RATE, traffic, transfer_seconds
 

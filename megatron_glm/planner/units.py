@@ -15,7 +15,7 @@ from megatron_glm.parallel.pipeline.layout import Stage
 
 
 @dataclass(frozen=True)
-class Unit:
+class FsdpUnit:
     """Parameters that FSDP gathers together: shapes after the tensor and expert cut, before FSDP's.
 
     kind: "experts", "layer", "embedding", "head" or "root": the last norm.
@@ -57,7 +57,7 @@ def _shard(shape: tuple[int, ...], index: int, size: int) -> int:
 
 
 @cache
-def stage_units(model: ModelConfig, grid: Grid, stage: Stage) -> tuple[Unit, ...]:
+def stage_units(model: ModelConfig, grid: Grid, stage: Stage) -> tuple[FsdpUnit, ...]:
     """The FSDP units of one virtual stage; see `fsdp.shard_chunk`."""
     units: dict[tuple[int | None, str], list[Parameter]] = {}
     for parameter in model_parameters(model).values():
@@ -72,11 +72,11 @@ def _holds(stage: Stage, parameter: Parameter) -> bool:
     return stage.mtp if parameter.mtp else parameter.layer in stage.layers
 
 
-def _unit(model: ModelConfig, grid: Grid, kind: str, members: list[Parameter]) -> Unit:
+def _unit(model: ModelConfig, grid: Grid, kind: str, members: list[Parameter]) -> FsdpUnit:
     shapes: dict[bool, list[tuple[int, ...]]] = {True: [], False: []}
     for parameter in members:
         shapes[is_trained(model, parameter.name)].append(_local_shape(parameter, grid))
-    return Unit(kind, not members[0].mtp, tuple(shapes[True]), tuple(shapes[False]))
+    return FsdpUnit(kind, not members[0].mtp, tuple(shapes[True]), tuple(shapes[False]))
 
 
 def _local_shape(parameter: Parameter, grid: Grid) -> tuple[int, ...]:

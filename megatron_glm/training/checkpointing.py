@@ -69,7 +69,7 @@ class Saver:
         self.data_order = data_order(config, data)
         self.config, self.chunks, self.optimizer, self.groups = config, chunks, optimizer, groups
         self.hf_files = None if config.hf_folder is None else Path(config.hf_folder)
-        self.saved: int | None = progress.iteration  # what is on disk, or on its way; a run starts with nothing to save
+        self.saved: int | None = progress.iteration  # on disk, or being written; a run starts with nothing to save
         self.host_copy: HostCopy | None = None
         self.thread = ThreadPoolExecutor(max_workers=1)
         self.pending: Future | None = None

@@ -10,7 +10,7 @@ from megatron_glm.config import RunConfig
 from megatron_glm.data.packing import IGNORE, PackedBatch
 from megatron_glm.model.glm import GLMChunk, carry_fields
 from megatron_glm.model.micro_batch import MicroBatch
-from megatron_glm.model.plan import AttentionPlan, has_sparse_rows
+from megatron_glm.model.pack import PackRows, has_sparse_rows
 from megatron_glm.ops.upload import upload
 from megatron_glm.parallel.fsdp import gather_ahead, record_change, reduce_gradients, set_gradient_sync
 from megatron_glm.parallel.groups import ParallelGroups
@@ -90,7 +90,7 @@ class Engine:
 
     def _micro_batch(self, batch: PackedBatch, scales: dict[str, float]) -> MicroBatch:
         groups = self.groups
-        plan = AttentionPlan.build(
+        pack = PackRows.build(
             self.config.model,
             batch.doc_lengths,
             len(batch.tokens),
@@ -102,4 +102,4 @@ class Engine:
             device=self.device,
         )
         labels = batch.labels.masked_fill(~batch.loss_mask, IGNORE)
-        return MicroBatch(upload(batch.tokens, self.device), upload(labels, self.device), plan, scales)
+        return MicroBatch(upload(batch.tokens, self.device), upload(labels, self.device), pack, scales)

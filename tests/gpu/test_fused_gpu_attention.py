@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_glm.model.plan import AttentionPlan
+from megatron_glm.model.pack import PackRows
 from megatron_glm.model.recompute import run_layer
 from megatron_glm.ops import latent as reference
 from megatron_glm.ops import rope as reference_rope
@@ -186,9 +186,9 @@ def test_attention_of_a_layer_that_is_given_its_selection(documents, recompute):
     results = []
     for device, dtype in (("cpu", torch.float32), (DEVICE, torch.bfloat16)):
         layer.to(device, dtype).zero_grad()
-        plan = AttentionPlan.build(small_config(), documents, 64, device=device)
+        pack = PackRows.build(small_config(), documents, 64, device=device)
         hidden = x.detach().to(device, dtype).requires_grad_()
-        out, _ = run_layer(recompute, layer, hidden, plan, topk.to(device))
+        out, _ = run_layer(recompute, layer, hidden, pack, topk.to(device))
         out.backward(grad.to(device, dtype))
         parameters = [p.grad for p in layer.parameters() if p.requires_grad]
         results.append(

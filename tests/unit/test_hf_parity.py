@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_glm.model.plan import AttentionPlan
+from megatron_glm.model.pack import PackRows
 from tests.reference import (
     Outcome,
     copy_weights,
@@ -61,10 +61,10 @@ def prepared(config, doc_lengths, dense_rows="auto"):
         hf, chunk = hf_model(config, seed), single_chunk(config)
         copy_weights(hf, chunk)
         tokens, labels = batch(config, doc_lengths, seed)
-        plan = AttentionPlan.build(config, doc_lengths, TOTAL, dense_rows=dense_rows)
-        ours = run_chunk(chunk, tokens, labels, plan)
+        pack = PackRows.build(config, doc_lengths, TOTAL, dense_rows=dense_rows)
+        ours = run_chunk(chunk, tokens, labels, pack)
         if ours.selections.gap >= GAP:
-            return chunk, tokens, labels, plan, ours, run_hf(hf, tokens, labels, doc_lengths)
+            return chunk, tokens, labels, pack, ours, run_hf(hf, tokens, labels, doc_lengths)
     raise AssertionError(f"no seed of 20 gives selections that are clear by {GAP}")
 
 
@@ -93,7 +93,7 @@ def test_equals_hugging_face(name, pack):
     assert max(errors.values()) <= 1e-4, sorted(errors.items(), key=lambda item: -item[1])[:5]
 
     # Every row through the sparse, absorbed path: the same again, and every row's selection can be compared.
-    absorbed = run_chunk(chunk, tokens, labels, AttentionPlan.build(config, doc_lengths, TOTAL, dense_rows="off"))
+    absorbed = run_chunk(chunk, tokens, labels, PackRows.build(config, doc_lengths, TOTAL, dense_rows="off"))
     assert (absorbed.logits[:used] - reference.logits[:used]).abs().max() <= 2e-5
     errors = gradient_errors(absorbed.gradients, reference.gradients)
     assert max(errors.values()) <= 1e-4, sorted(errors.items(), key=lambda item: -item[1])[:5]
@@ -110,10 +110,10 @@ def test_equals_hugging_face(name, pack):
 
 def test_recomputation_keeps_losses_and_gradients_bit_for_bit():
     config = small_config()
-    chunk, tokens, labels, plan, ours, _ = prepared(config, PACKS["packed"])
+    chunk, tokens, labels, pack, ours, _ = prepared(config, PACKS["packed"])
     for granularity in ("full", "selective"):
         chunk.recompute = granularity
-        again = run_chunk(chunk, tokens, labels, plan)
+        again = run_chunk(chunk, tokens, labels, pack)
         assert torch.equal(again.loss, ours.loss)
         assert all(torch.equal(again.gradients[name], ours.gradients[name]) for name in ours.gradients)
 
@@ -151,7 +151,7 @@ class Mutations:
             indexer, project = layer.self_attn.indexer, layer.self_attn.q_a_proj
             if indexer is not None:
                 original = indexer.forward
-                monkeypatch.setattr(indexer, "forward", lambda x, qr, plan, f=original, p=project: f(x, p(x), plan))
+                monkeypatch.setattr(indexer, "forward", lambda x, qr, pack, f=original, p=project: f(x, p(x), pack))
 
     @staticmethod
     def no_causal_mask_before_the_top_k(monkeypatch, chunk):
@@ -188,9 +188,9 @@ class Mutations:
 @pytest.mark.parametrize("mutation", [name for name in vars(Mutations) if not name.startswith("_")])
 def test_sees_the_mistake(mutation, monkeypatch):
     config = replace(small_config(), index_topk=6)
-    chunk, tokens, labels, plan, ours, reference = prepared(config, (48,), dense_rows="off")
+    chunk, tokens, labels, pack, ours, reference = prepared(config, (48,), dense_rows="off")
     assert (ours.logits - reference.logits).abs().max() <= 2e-5
     getattr(Mutations, mutation)(monkeypatch, chunk)
-    wrong = forward(chunk, tokens, plan).hidden
+    wrong = forward(chunk, tokens, pack).hidden
     difference = (chunk.lm_head.logits(chunk.norm(wrong)) - reference.logits).abs().max()
     assert difference > (3e-5 if "eps" in mutation else 1e-2), f"{mutation} moves the logits by {difference} only"

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from megatron_glm.config import KernelConfig, ParallelConfig
 from megatron_glm.model.glm import GLMChunk
 from megatron_glm.model.init import initialize_weights
-from megatron_glm.model.plan import AttentionPlan
+from megatron_glm.model.pack import PackRows
 from megatron_glm.model.router import Router, update_router_biases
 from megatron_glm.ops import indexer as indexer_ops
 from tests.reference import forward, recorded, single_chunk, single_groups, small_config
@@ -48,9 +48,9 @@ def batch(doc_lengths, seed=0, total=TOTAL):
     return tokens, labels
 
 
-def run(chunk, tokens, labels, plan):
+def run(chunk, tokens, labels, pack):
     chunk.zero_grad()
-    out = forward(chunk, tokens, plan, labels)
+    out = forward(chunk, tokens, pack, labels)
     out.loss.backward()
     return out, {name: p.grad.clone() for name, p in chunk.named_parameters() if p.grad is not None}
 
@@ -78,7 +78,7 @@ def test_micro_batches_in_flight_keep_their_own_selection(recompute, order):
         losses = {}
         for number, lengths in (("1", LONG), ("2", PACKED)):
             tokens, labels = batch(lengths, seed=int(number))
-            losses[number] = forward(chunk, tokens, AttentionPlan.build(config, lengths, TOTAL), labels).loss
+            losses[number] = forward(chunk, tokens, PackRows.build(config, lengths, TOTAL), labels).loss
         for number in order:
             losses[number].backward()
         gradients.append({name: p.grad for name, p in chunk.named_parameters() if p.grad is not None})
@@ -90,7 +90,7 @@ def test_recomputation_never_selects_again():
     config = small_config()
     chunk = built(config, "full")
     with recorded() as seen:
-        loss = forward(chunk, batch(LONG)[0], AttentionPlan.build(config, LONG, TOTAL), batch(LONG)[1]).loss
+        loss = forward(chunk, batch(LONG)[0], PackRows.build(config, LONG, TOTAL), batch(LONG)[1]).loss
         made = len(seen.topk)
         loss.backward()
         assert made == len(seen.topk) == config.indexer_types.count("full")
@@ -101,18 +101,18 @@ def test_a_model_cut_anywhere_equals_the_whole(cut):
     """Layers 1 and 3 are shared: a chunk that starts with one takes the selection of the chunk before."""
     config = small_config()
     tokens, labels = batch(PACKED)
-    plan = AttentionPlan.build(config, PACKED, TOTAL)
-    whole, expected = run(built(config), tokens, labels, plan)
+    pack = PackRows.build(config, PACKED, TOTAL)
+    whole, expected = run(built(config), tokens, labels, pack)
     parts = []
     for layers in (range(cut), range(cut, 4)):
         ends = dict(embedding=layers.start == 0, head=layers.stop == 4)
         parts.append(GLMChunk(config, layers, single_groups(), ParallelConfig(), KernelConfig("torch"), **ends))
         weights = built(config).state_dict()
         parts[-1].load_state_dict({name: weights[name] for name in parts[-1].state_dict()})
-    first = forward(parts[0], tokens, plan)
+    first = forward(parts[0], tokens, pack)
     assert first.topk.dtype == torch.int32 and not first.topk.requires_grad
     hidden = first.hidden.detach().requires_grad_()
-    second = forward(parts[1], tokens, plan, labels, {"hidden": hidden, "topk": first.topk})
+    second = forward(parts[1], tokens, pack, labels, {"hidden": hidden, "topk": first.topk})
     assert not second.hidden.requires_grad  # nor where it is the input, which FSDP2 would warn of
     second.loss.backward()
     first.hidden.backward(hidden.grad)
@@ -136,7 +136,7 @@ def test_the_indexer_and_the_mtp_layer_are_frozen_but_held():
     frozen = {name for name, p in chunk.named_parameters() if not p.requires_grad}
     assert frozen == {n for n, _ in chunk.named_parameters() if ".indexer." in n or n.startswith("layers.4.")}
     tokens, labels = batch(LONG)
-    _, gradients = run(chunk, tokens, labels, AttentionPlan.build(chunk.config, LONG, TOTAL))
+    _, gradients = run(chunk, tokens, labels, PackRows.build(chunk.config, LONG, TOTAL))
     assert gradients.keys() == {n for n, _ in chunk.named_parameters()} - frozen
 
 
@@ -148,14 +148,14 @@ def test_documents_padding_and_position_in_the_pack_do_not_show():
     config = small_config()
     chunk = built(config)
     tokens, labels = batch(PACKED)
-    packed = forward(chunk, tokens, AttentionPlan.build(config, PACKED, TOTAL), labels)
+    packed = forward(chunk, tokens, PackRows.build(config, PACKED, TOTAL), labels)
     tokens[sum(PACKED) :] = 95
-    again = forward(chunk, tokens, AttentionPlan.build(config, PACKED, TOTAL), labels)
+    again = forward(chunk, tokens, PackRows.build(config, PACKED, TOTAL), labels)
     assert torch.equal(again.hidden[: sum(PACKED)], packed.hidden[: sum(PACKED)])
     begin, losses = 0, []
     for length in PACKED:
         rows = slice(begin, begin + length)
-        alone = forward(chunk, tokens[rows], AttentionPlan.build(config, (length,), length), labels[rows])
+        alone = forward(chunk, tokens[rows], PackRows.build(config, (length,), length), labels[rows])
         torch.testing.assert_close(alone.hidden, packed.hidden[rows], rtol=1e-5, atol=1e-5)
         losses.append(alone.loss)
         begin += length
@@ -168,11 +168,11 @@ def test_no_row_sees_a_later_token():
     chunk = built(config)
     tokens, _ = batch(LONG)
     for dense_rows in ("auto", "off"):
-        plan = AttentionPlan.build(config, LONG, TOTAL, dense_rows=dense_rows)
-        before = forward(chunk, tokens, plan).hidden
+        pack = PackRows.build(config, LONG, TOTAL, dense_rows=dense_rows)
+        before = forward(chunk, tokens, pack).hidden
         changed = tokens.clone()
         changed[30:] = (changed[30:] + 1) % 96
-        after = forward(chunk, changed, plan).hidden
+        after = forward(chunk, changed, pack).hidden
         torch.testing.assert_close(after[:30], before[:30], rtol=1e-5, atol=1e-5)
         assert ((after - before)[30:45].abs().amax(1) > 0.1).all()
 
@@ -184,8 +184,8 @@ def test_dense_rows_equal_sparse_rows(lengths):
     tokens, labels = batch(lengths)
     outcomes = []
     for dense_rows in ("auto", "off"):
-        plan = AttentionPlan.build(config, lengths, TOTAL, dense_rows=dense_rows)
-        outcomes.append(run(built(config), tokens, labels, plan))
+        pack = PackRows.build(config, lengths, TOTAL, dense_rows=dense_rows)
+        outcomes.append(run(built(config), tokens, labels, pack))
     (auto, expected), (off, gradients) = outcomes
     torch.testing.assert_close(off.loss, auto.loss)
     assert gradients.keys() == expected.keys()
@@ -199,11 +199,11 @@ def test_a_pack_of_padding_is_finite_and_every_gradient_is_zero(dense_rows):
     config, attended = small_config(), []
     for recompute in ("none", "full"):
         chunk = built(config, recompute)
-        plan = AttentionPlan.build(config, (), TOTAL, dense_rows=dense_rows)
+        pack = PackRows.build(config, (), TOTAL, dense_rows=dense_rows)
         for layer in chunk.layers.values():
             layer.self_attn.register_forward_hook(lambda module, args, out: attended.append(out[0]))
         tokens, _ = batch(LONG)
-        out, gradients = run(chunk, tokens, torch.full((TOTAL,), -100), plan)
+        out, gradients = run(chunk, tokens, torch.full((TOTAL,), -100), pack)
         assert out.loss == 0 and out.hidden.isfinite().all() and not any(rows.any() for rows in attended)
         assert gradients.keys() == {name for name, p in chunk.named_parameters() if p.requires_grad}
         assert not any(gradient.any() for gradient in gradients.values())
@@ -217,11 +217,11 @@ def test_nothing_reads_memory_that_nobody_wrote(lengths):
     chunk = built(config)
     tokens, labels = batch(lengths or LONG)
     labels[sum(lengths) :] = -100
-    plan = AttentionPlan.build(config, lengths, TOTAL)
+    pack = PackRows.build(config, lengths, TOTAL)
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.empty(3).isnan().all()
-        out, gradients = run(chunk, tokens, labels, plan)
+        out, gradients = run(chunk, tokens, labels, pack)
     finally:
         torch.use_deterministic_algorithms(False)
     assert out.hidden.isfinite().all() and out.loss.isfinite()
@@ -265,14 +265,14 @@ def test_head_weights_of_the_indexer_are_not_rounded(monkeypatch):
     """In bf16 they move the selection: here the rounded ones would choose other keys."""
     config = small_config()
     indexer = in_bf16(built(config)).layers["0"].self_attn.indexer
-    plan = AttentionPlan.build(config, (512,), 512)
+    pack = PackRows.build(config, (512,), 512)
     x, qr = (torch.randn(512, n, generator=torch.Generator().manual_seed(1)).bfloat16() for n in (32, 24))
     calls, select = [], indexer_ops.BACKENDS["torch"]
     monkeypatch.setitem(indexer_ops.BACKENDS, "torch", lambda *args: calls.append(args) or select(*args))
-    chosen = indexer(x, qr, plan)[plan.sparse.shard_rows]
+    chosen = indexer(x, qr, pack)[pack.sparse.shard_rows]
     ((iq, ik, w, *rest),) = calls
-    product = F.linear(x.double(), indexer.weights_proj.weight.double())[plan.sparse.shard_rows]
-    exact, rounded = product * (16 * 16) ** -0.5, indexer.weights_proj(x)[plan.sparse.shard_rows].float()
+    product = F.linear(x.double(), indexer.weights_proj.weight.double())[pack.sparse.shard_rows]
+    exact, rounded = product * (16 * 16) ** -0.5, indexer.weights_proj(x)[pack.sparse.shard_rows].float()
     assert w.dtype == torch.float32
     torch.testing.assert_close(w.double(), exact, rtol=1e-5, atol=1e-6)
     assert torch.equal(chosen, select(iq, ik, exact.float(), *rest))
@@ -284,16 +284,16 @@ def test_bf16_is_finite_and_close_to_fp32():
     config = small_config(index_topk=TOTAL, num_experts_per_tok=8, initializer_range=0.1)
     tokens, labels = batch(PACKED)
     for dense_rows in ("auto", "off"):
-        plan = AttentionPlan.build(config, PACKED, TOTAL, dense_rows=dense_rows)
-        exact, expected = run(built(config), tokens, labels, plan)
-        out, gradients = run(in_bf16(built(config)), tokens, labels, plan)
+        pack = PackRows.build(config, PACKED, TOTAL, dense_rows=dense_rows)
+        exact, expected = run(built(config), tokens, labels, pack)
+        out, gradients = run(in_bf16(built(config)), tokens, labels, pack)
         assert out.hidden.dtype == torch.bfloat16 and out.loss.dtype == torch.float32
         assert abs(out.loss / exact.loss - 1) < 1e-2
         for name, gradient in gradients.items():
             error = (gradient.float() - expected[name]).norm() / expected[name].norm()
             assert gradient.dtype == torch.bfloat16 and error < 5e-2, f"{name}: {error}"
     sparse = small_config()
-    _, gradients = run(in_bf16(built(sparse, "full")), tokens, labels, AttentionPlan.build(sparse, PACKED, TOTAL))
+    _, gradients = run(in_bf16(built(sparse, "full")), tokens, labels, PackRows.build(sparse, PACKED, TOTAL))
     assert all(gradient.isfinite().all() for gradient in gradients.values())
 
 
@@ -356,12 +356,12 @@ def test_counts_are_exact_far_beyond_what_bf16_counts():
 def test_tokens_are_counted_once_without_padding(recompute):
     config = small_config()
     chunk = built(config, recompute)
-    plan = AttentionPlan.build(config, PACKED, TOTAL)
+    pack = PackRows.build(config, PACKED, TOTAL)
     losses = []
     with recorded() as seen:
         for seed in (0, 1):
             tokens, labels = batch(PACKED, seed)
-            losses.append(forward(chunk, tokens, plan, labels).loss)
+            losses.append(forward(chunk, tokens, pack, labels).loss)
     sum(losses).backward()
     chosen = [torch.cat([ids[: sum(PACKED)] for ids in seen.experts[layer::3]]) for layer in range(3)]
     assert [router.counts.tolist() for router in chunk.routers()] == [

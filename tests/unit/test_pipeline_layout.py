@@ -4,7 +4,7 @@ import pytest
 
 from megatron_glm.config import ModelConfig, ParallelConfig
 from megatron_glm.config.flops import layer_flops
-from megatron_glm.parallel.pipeline.layout import MEASURED, Pace, build_layout, check_layout, stage_costs
+from megatron_glm.parallel.pipeline.layout import MEASURED, Rates, build_layout, check_layout, stage_costs
 from megatron_glm.parallel.pipeline.schedule import build_schedule
 from megatron_glm.parallel.pipeline.simulate import simulate
 
@@ -112,17 +112,17 @@ def test_cost_of_a_layer_is_the_sum_of_its_parts():
     assert sum(layer_flops(GLM52, 0, [4096])) / 4096 == pytest.approx(attention + core + indexer + 6 * 6144 * 12288)
 
 
-OPERATIONS = Pace(*[(1, 2)] * len(Pace._fields))  # as if all ran at the same rate
+OPERATIONS = Rates(*[(1, 2)] * len(Rates._fields))  # as if all ran at the same rate
 
 
-def idle(layout, micro_batches=4, recompute="none", pace=MEASURED) -> float:
+def idle(layout, micro_batches=4, recompute="none", rates=MEASURED) -> float:
     schedule = build_schedule(layout.pp, layout.chunks, micro_batches)
-    return simulate(schedule, costs_of(layout, recompute, pace)).idle
+    return simulate(schedule, costs_of(layout, recompute, rates)).idle
 
 
-def costs_of(layout, recompute="none", pace=MEASURED, schedule="1f1b"):
+def costs_of(layout, recompute="none", rates=MEASURED, schedule="1f1b"):
     parallel = ParallelConfig(recompute_granularity=recompute, pipeline_schedule=schedule)
-    return stage_costs(layout, GLM52, 4096, parallel, pace)
+    return stage_costs(layout, GLM52, 4096, parallel, rates)
 
 
 def test_idle_shares_of_the_recipe():
@@ -144,7 +144,7 @@ def test_costs_are_times():
     measured = costs_of(layout)
     forward, backward = measured[40]
     assert measured[77] == pytest.approx((forward + 3.1 * head, backward))
-    in_operations = costs_of(layout, pace=OPERATIONS)[40]
+    in_operations = costs_of(layout, rates=OPERATIONS)[40]
     assert 1 < forward / in_operations[0] < backward / in_operations[1] < 2
     assert costs_of(layout, "full")[40] == pytest.approx((forward, forward + backward))
     _, without, weights = costs_of(layout, schedule="zero-bubble")[40]  # as products of weights are most of a layer

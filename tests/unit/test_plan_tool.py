@@ -16,7 +16,7 @@ from megatron_glm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_glm.config.flags import build_parser
 from megatron_glm.model import moe, recompute
 from megatron_glm.model.norm import RMSNorm
-from megatron_glm.model.plan import AttentionPlan
+from megatron_glm.model.pack import PackRows
 from megatron_glm.ops.recompute import RecomputeCache
 from megatron_glm.ops.sparse_mla import PART_BYTES
 from megatron_glm.planner import report as plan_report
@@ -215,7 +215,7 @@ def as_on_cuda(monkeypatch) -> None:
 def saved_bytes(model: ModelConfig, tokens: int) -> int:
     """What autograd keeps of a model without its head, weights aside: every storage once."""
     chunk = single_chunk(model)
-    plan = AttentionPlan.build(model, (tokens,), tokens, dense_rows="off")
+    plan = PackRows.build(model, (tokens,), tokens, dense_rows="off")
     hidden = torch.randn(tokens, model.hidden_size, requires_grad=True)
     weights = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
     storages = {}
@@ -263,7 +263,7 @@ def test_what_recomputation_keeps_is_exact(dense, granularity, monkeypatch):
     with torch.no_grad():
         for parameter in chunk.parameters():
             parameter.normal_(std=0.02)
-    plan = AttentionPlan.build(tiny, (512,), 512, dense_rows="off")
+    plan = PackRows.build(tiny, (512,), 512, dense_rows="off")
     output = forward(chunk, torch.arange(512), plan, torch.arange(512))
     [kept] = made
     results = [tensor for result, _ in kept.results for tensor in tree_leaves(result)]

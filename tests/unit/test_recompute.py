@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_glm.model import indexer as model_indexer
 from megatron_glm.model import router
-from megatron_glm.model.plan import AttentionPlan
+from megatron_glm.model.pack import PackRows
 from megatron_glm.ops import dense_mla, sparse_mla
 from megatron_glm.ops.grad_sum import linear
 from megatron_glm.ops.recompute import RecomputeCache, keep_choice
@@ -64,12 +64,12 @@ def case():
         for parameter in chunk.parameters():
             parameter.normal_(std=0.05)
     tokens = torch.randint(0, config.vocab_size, (TOKENS,))
-    plan = AttentionPlan.build(config, (15, 9), TOKENS)
-    assert plan.dense is not None and plan.sparse is not None
+    pack = PackRows.build(config, (15, 9), TOKENS)
+    assert pack.dense is not None and pack.sparse is not None
 
     def backward(granularity: str) -> Counter:
         chunk.recompute = granularity
-        loss = forward(chunk, tokens, plan, tokens).loss
+        loss = forward(chunk, tokens, pack, tokens).loss
         with Count() as count:
             loss.backward()
         return count.found

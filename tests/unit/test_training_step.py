@@ -18,7 +18,7 @@ from megatron_glm.config import (
 )
 from megatron_glm.config.flops import training_flops
 from megatron_glm.data.packing import build_batch
-from megatron_glm.model.plan import AttentionPlan, has_sparse_rows
+from megatron_glm.model.pack import PackRows, has_sparse_rows
 from megatron_glm.parallel import fsdp
 from megatron_glm.parallel.fsdp import local
 from megatron_glm.training.engine import Engine
@@ -279,7 +279,7 @@ def test_weights_of_one_rank_have_the_gradients_of_fsdp(groups, recompute, monke
 @pytest.mark.parametrize("dense_rows", ["auto", "short", "off"])
 def test_every_stage_knows_whether_a_selection_is_coming(dense_rows):
     for lengths in ((), (1,), (4,), (5,), (4, 4), (2, 5)):
-        plan = AttentionPlan.build(MODEL, lengths, SEQ, dense_rows=dense_rows)
+        plan = PackRows.build(MODEL, lengths, SEQ, dense_rows=dense_rows)
         assert has_sparse_rows(MODEL, lengths, dense_rows) == (plan.sparse is not None)
 
 

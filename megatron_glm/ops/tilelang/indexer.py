@@ -187,7 +187,7 @@ def warp_base(value, sums, lane, warp):
 def load_keys(scores, row, first, count, u, stride, value):
     """value[v] = position u + v stride's score as an unsigned integer of the same order; 0 outside the range.
 
-    All loads are on their way before the first is used. Score -0 equals 0.
+    All loads are started before the first is used. Score -0 equals 0.
     """
     score = T.alloc_local([LOADS], "float32")
     for v in T.unroll(LOADS):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_glm.ops.rows import FormRows, Rows, put_rows, row_count
+from megatron_glm.ops.rows import Rows, RowsByForm, put_rows, row_count
 from megatron_glm.ops.triton.rope import move_rotated, rotate_
 
 
@@ -29,7 +29,7 @@ def _view(x: Tensor, rows: Rows) -> Tensor:
 
 class _Queries(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q: Tensor, cos: Tensor, sin: Tensor, rows: FormRows, to_key: Tensor | None):
+    def forward(ctx, q: Tensor, cos: Tensor, sin: Tensor, rows: RowsByForm, to_key: Tensor | None):
         nope = q.shape[2] - 2 * cos.shape[1]
         expanded = absorbed = q_nope = None
         if isinstance(rows[0], slice):
@@ -80,7 +80,7 @@ class _Queries(torch.autograd.Function):
 
 
 def queries(
-    q: Tensor, rope: tuple[Tensor, Tensor], rows: FormRows, to_key: Tensor | None
+    q: Tensor, rope: tuple[Tensor, Tensor], rows: RowsByForm, to_key: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """`ops.latent.queries`, where q's rows and the gradient of all rows, which nothing else reads, turn in place."""
     return _Queries.apply(q, *rope, rows, to_key)
@@ -134,7 +134,7 @@ def expanded_keys(kv: Tensor, weight: Tensor, rows: Rows, heads: int, nope: int)
 class _Outputs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, total: int, rows: FormRows, expanded: Tensor | None, absorbed: Tensor | None, to_value: Tensor | None
+        ctx, total: int, rows: RowsByForm, expanded: Tensor | None, absorbed: Tensor | None, to_value: Tensor | None
     ) -> Tensor:
         ctx.rows = rows
         ctx.save_for_backward(absorbed, to_value)
@@ -167,7 +167,7 @@ class _Outputs(torch.autograd.Function):
 
 
 def outputs(
-    total: int, rows: FormRows, expanded: Tensor | None, absorbed: Tensor | None, to_value: Tensor | None
+    total: int, rows: RowsByForm, expanded: Tensor | None, absorbed: Tensor | None, to_value: Tensor | None
 ) -> Tensor:
     """`ops.latent.outputs`."""
     return _Outputs.apply(total, rows, expanded, absorbed, to_value)

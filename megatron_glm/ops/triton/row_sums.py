@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-STEP = 16  # rows that a program has on their way at a time
+STEP = 16  # rows that a program loads at a time
 
 
 @triton.jit

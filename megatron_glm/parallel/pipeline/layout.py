@@ -189,7 +189,7 @@ def _expand(text: str) -> str:
 Cost = tuple[float, ...]  # forward, backward; maybe the gradients of weights, which the backward has put off
 
 
-class Pace(NamedTuple):
+class Rates(NamedTuple):
     """Time of an operation of each kind, forward and backward, where one in a large matrix product takes 1.
 
     The backward is counted in operations of the forward, so that a product takes 2. The products and the experts carry
@@ -206,11 +206,11 @@ class Pace(NamedTuple):
 
 # An H200, bf16, the cudnn backend, documents of 4,096 tokens and more (docs/performance.md). The head makes the
 # gradient of its loss together with the loss.
-MEASURED = Pace((1.15, 2.3), (1.3, 2.6), (2.3, 9.9), (2, 0), (1, 0), (3.1, 0))
+MEASURED = Rates((1.15, 2.3), (1.3, 2.6), (2.3, 9.9), (2, 0), (1, 0), (3.1, 0))
 
 
 def stage_costs(
-    layout: PipelineLayout, model: ModelConfig, seq_length: int, parallel: ParallelConfig, pace: Pace = MEASURED
+    layout: PipelineLayout, model: ModelConfig, seq_length: int, parallel: ParallelConfig, rates: Rates = MEASURED
 ) -> list[Cost]:
     """(forward, backward) times of each stage a token, in FLOPs of a large matrix product.
 
@@ -219,26 +219,28 @@ def stage_costs(
     A schedule that defers the gradients of weights has their time, half of the products' backward, as a third one.
     """
     sizes = tuple(len(stage.layers) for stage in layout.stages)
-    return _costs(sizes, *_layer_costs(model, seq_length, parallel, pace))
+    return _costs(sizes, *_layer_costs(model, seq_length, parallel, rates))
 
 
-def _layer_costs(model: ModelConfig, seq_length: int, parallel: ParallelConfig, pace: Pace) -> tuple[list[Cost], Cost]:
+def _layer_costs(
+    model: ModelConfig, seq_length: int, parallel: ParallelConfig, rates: Rates
+) -> tuple[list[Cost], Cost]:
     """Costs of each layer and of the head."""
     again = parallel.recompute_granularity == "full"
     layers = []
     for layer in range(model.num_hidden_layers):
         flops = layer_flops(model, layer, [seq_length])
         forward, backward = (
-            sum(count * getattr(pace, kind)[way] for kind, count in flops._asdict().items()) / seq_length
+            sum(count * getattr(rates, kind)[way] for kind, count in flops._asdict().items()) / seq_length
             for way in (0, 1)
         )
-        weights = (flops.products * pace.products[1] + flops.experts * pace.experts[1]) / 2 / seq_length
+        weights = (flops.products * rates.products[1] + flops.experts * rates.experts[1]) / 2 / seq_length
         if parallel.pipeline_schedule == "1f1b":
             layers.append((forward, backward + forward * again))
         else:
             layers.append((forward, backward - weights + forward * again, weights))
     head = head_flops(model, 1)
-    return layers, (head * pace.head[0], head * pace.head[1], 0.0)[: len(layers[0])]
+    return layers, (head * rates.head[0], head * rates.head[1], 0.0)[: len(layers[0])]
 
 
 def _costs(sizes: tuple[int, ...], layers: list[Cost], head: Cost) -> list[Cost]:

@@ -1,4 +1,4 @@
-"""The attention plan: which rows a rank holds, which keys each may see, and how the work is shared."""
+"""The attention pack: which rows a rank holds, which keys each may see, and how the work is shared."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 import pytest
 import torch
 
-from megatron_glm.model.plan import AttentionPlan, work_per_rank
+from megatron_glm.model.pack import PackRows, work_per_rank
 from megatron_glm.ops.rope import rope_tables
 from megatron_glm.parallel.context import pack_order, zigzag_ranges, zigzag_rows
 from tests.reference import small_config
@@ -39,19 +39,19 @@ def plans(doc_lengths, cp, tp=1, **options):
     for cp_rank in range(cp):
         for tp_rank in range(tp):
             ranks = dict(cp_rank=cp_rank, cp_size=cp, tp_rank=tp_rank, tp_size=tp)
-            yield cp_rank, AttentionPlan.build(CONFIG, doc_lengths, TOTAL, **ranks, **options)
+            yield cp_rank, PackRows.build(CONFIG, doc_lengths, TOTAL, **ranks, **options)
 
 
 def listed(rows):
-    """Rows of a plan as numbers."""
+    """Rows of a pack as numbers."""
     return list(range(rows.start, rows.stop)) if isinstance(rows, slice) else rows.tolist()
 
 
-def dense_key_ranges(plan):
+def dense_key_ranges(pack):
     """Local row -> the pack positions of its keys, as the dense kernel reads the segments."""
-    rows, keys, seen = listed(plan.dense.rows), listed(plan.dense.keys), {}
-    for i in range(0, len(plan.dense.segments), 4):
-        row_begin, row_end, key_begin, key_end = plan.dense.segments[i : i + 4]
+    rows, keys, seen = listed(pack.dense.rows), listed(pack.dense.keys), {}
+    for i in range(0, len(pack.dense.segments), 4):
+        row_begin, row_end, key_begin, key_end = pack.dense.segments[i : i + 4]
         for row in range(row_begin, row_end):
             local = rows[row]
             assert local not in seen
@@ -61,24 +61,24 @@ def dense_key_ranges(plan):
 
 
 @pytest.mark.parametrize("cp, tp", LAYOUTS)
-@pytest.mark.parametrize("pack", PACKS)
-def test_every_row_sees_exactly_its_keys(pack, cp, tp):
+@pytest.mark.parametrize("lengths", PACKS)
+def test_every_row_sees_exactly_its_keys(lengths, cp, tp):
     """Over all ranks each row runs once, dense or sparse, and sees the earlier keys of its own document."""
-    expected, dense, sparse, ranges = facts(PACKS[pack]), [], [], []
-    for cp_rank, plan in plans(PACKS[pack], cp, tp):
+    expected, dense, sparse, ranges = facts(PACKS[lengths]), [], [], []
+    for cp_rank, pack in plans(PACKS[lengths], cp, tp):
         local = zigzag_rows(TOTAL, cp_rank, cp).tolist()
-        shard = local[plan.shard]
-        if plan.valid is not None:
-            assert plan.valid.tolist() == [expected[row] is not None for row in shard]
-        if plan.sparse is not None:
-            rows = listed(plan.sparse.shard_rows)
-            ends = zip(plan.sparse.start.tolist(), plan.sparse.end.tolist(), strict=True)
+        shard = local[pack.shard]
+        if pack.valid is not None:
+            assert pack.valid.tolist() == [expected[row] is not None for row in shard]
+        if pack.sparse is not None:
+            rows = listed(pack.sparse.shard_rows)
+            ends = zip(pack.sparse.start.tolist(), pack.sparse.end.tolist(), strict=True)
             ranges += [(shard[row], key_range) for row, key_range in zip(rows, ends, strict=True)]
-            if plan.shard.start == 0:
-                sparse += [local[row] for row in listed(plan.sparse.rows)]
-                assert plan.sparse.length.tolist() == [K] * len(listed(plan.sparse.rows))
-        if plan.dense is not None and plan.shard.start == 0:
-            for row, keys in dense_key_ranges(plan).items():
+            if pack.shard.start == 0:
+                sparse += [local[row] for row in listed(pack.sparse.rows)]
+                assert pack.sparse.length.tolist() == [K] * len(listed(pack.sparse.rows))
+        if pack.dense is not None and pack.shard.start == 0:
+            for row, keys in dense_key_ranges(pack).items():
                 begin, position = expected[local[row]]
                 assert keys == list(range(begin, begin + position + 1))
                 dense.append(local[row])
@@ -88,21 +88,21 @@ def test_every_row_sees_exactly_its_keys(pack, cp, tp):
     assert sorted(ranges) == [(row, (expected[row][0], row + 1)) for row in sorted(sparse)]
 
 
-@pytest.mark.parametrize("pack", PACKS)
-def test_without_dense_rows_every_row_is_sparse(pack):
-    expected = [fact for fact in facts(PACKS[pack]) if fact is not None]
-    ((_, plan),) = plans(PACKS[pack], 1, dense_rows="off")
-    assert plan.dense is None
-    assert plan.sparse.rows == slice(0, len(expected))
-    assert plan.sparse.length.tolist() == [min(position + 1, K) for _, position in expected]
-    assert plan.sparse.start.tolist() == [begin for begin, _ in expected]
+@pytest.mark.parametrize("lengths", PACKS)
+def test_without_dense_rows_every_row_is_sparse(lengths):
+    expected = [fact for fact in facts(PACKS[lengths]) if fact is not None]
+    ((_, pack),) = plans(PACKS[lengths], 1, dense_rows="off")
+    assert pack.dense is None
+    assert pack.sparse.rows == slice(0, len(expected))
+    assert pack.sparse.length.tolist() == [min(position + 1, K) for _, position in expected]
+    assert pack.sparse.start.tolist() == [begin for begin, _ in expected]
 
 
 def test_all_ranks_take_the_same_path_through_the_collectives():
-    """A part of the plan is there on every rank or on none, though some ranks hold only padding."""
+    """A part of the pack is there on every rank or on none, though some ranks hold only padding."""
     for lengths, has_dense, has_sparse in (((11, 3), True, True), ((8, 5), True, False), ((), False, True)):
-        found = [plan for _, plan in plans(lengths, 4)]
-        assert [(plan.dense is not None, plan.sparse is not None) for plan in found] == [(has_dense, has_sparse)] * 4
+        found = [pack for _, pack in plans(lengths, 4)]
+        assert [(pack.dense is not None, pack.sparse is not None) for pack in found] == [(has_dense, has_sparse)] * 4
         assert not found[3].valid.any()
         if has_dense:
             assert found[3].dense.rows == found[3].dense.keys == slice(0, 0) and not found[3].dense.segments
@@ -121,28 +121,28 @@ def test_rows_that_follow_each_other_are_a_slice():
 @pytest.mark.parametrize("cp", [1, 4])
 def test_few_dense_rows_between_many_sparse_ones_are_not_taken_apart(cp):
     """Bringing the sparse rows of several documents together costs more than the dense ones save."""
-    for _, plan in plans((30, 34), cp):
-        assert plan.dense is None and listed(plan.sparse.rows) == list(range(TOTAL // cp))
+    for _, pack in plans((30, 34), cp):
+        assert pack.dense is None and listed(pack.sparse.rows) == list(range(TOTAL // cp))
 
 
 @pytest.mark.parametrize("cp", [1, 4])
 def test_dense_rows_of_packs_of_short_documents_alone(cp):
     for lengths, dense in ((K, 3, K), True), ((K, K + 1), False):
-        for _, plan in plans(lengths, cp, dense_rows="short"):
-            assert (plan.dense is not None, plan.sparse is not None) == (dense, not dense)
+        for _, pack in plans(lengths, cp, dense_rows="short"):
+            assert (pack.dense is not None, pack.sparse is not None) == (dense, not dense)
 
 
 def test_a_selection_is_no_wider_than_the_pack():
-    assert AttentionPlan.build(CONFIG, (6,), 6).slots == 6 and AttentionPlan.build(CONFIG, (60,), 60).slots == K
+    assert PackRows.build(CONFIG, (6,), 6).slots == 6 and PackRows.build(CONFIG, (60,), 60).slots == K
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_positions_restart_in_each_document(cp):
     position = torch.tensor([0 if fact is None else fact[1] for fact in facts((20, 1, 30))])
-    for rank, plan in plans((20, 1, 30), cp):
+    for rank, pack in plans((20, 1, 30), cp):
         rows = zigzag_rows(TOTAL, rank, cp)
         expected = rope_tables(position[rows], CONFIG.qk_rope_head_dim, CONFIG.rope_theta)
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(plan.rope, expected, strict=True))
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(pack.rope, expected, strict=True))
 
 
 @pytest.mark.parametrize("size", range(1, 9))
@@ -188,7 +188,7 @@ def test_tensors_are_on_the_device_that_was_asked_for():
             for field in fields(value):
                 yield from tensors(getattr(value, field.name))
 
-    found = list(tensors(AttentionPlan.build(CONFIG, (12, 13, 30), TOTAL, cp_size=2, device="meta")))
+    found = list(tensors(PackRows.build(CONFIG, (12, 13, 30), TOTAL, cp_size=2, device="meta")))
     assert len(found) == 13 and all(tensor.is_meta for tensor in found)
 
 
@@ -203,4 +203,4 @@ def test_tensors_are_on_the_device_that_was_asked_for():
 )
 def test_packs_that_do_not_split_are_refused_by_flag(lengths, total, ranks, words):
     with pytest.raises(ValueError, match=words):
-        AttentionPlan.build(CONFIG, lengths, total, **ranks)
+        PackRows.build(CONFIG, lengths, total, **ranks)

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_glm.config.model import ModelConfig
 from megatron_glm.ops.indexer import key_segments
 from megatron_glm.ops.rope import rope_tables
-from megatron_glm.ops.rows import FormRows, Rows
+from megatron_glm.ops.rows import Rows, RowsByForm
 from megatron_glm.ops.upload import upload
 from megatron_glm.parallel.collectives import PackOrder
 from megatron_glm.parallel.context import pack_order, zigzag_ranges, zigzag_rows
@@ -40,7 +40,7 @@ class SparseRows:
 
 
 @dataclass(frozen=True)
-class AttentionPlan:
+class PackRows:
     """One micro-batch on one rank. T rows in the pack, t = T/CP local rows, t/TP rows in the sequence shard.
 
     `dense` and `sparse` are None where no rank of this pack has such rows, so that all ranks take the same path
@@ -63,7 +63,7 @@ class AttentionPlan:
         return cos[self.shard], sin[self.shard]
 
     @property
-    def rows(self) -> FormRows:
+    def rows(self) -> RowsByForm:
         """The local rows that attend to expanded keys and those that attend absorbed."""
         return self.dense and self.dense.rows, self.sparse and self.sparse.rows
 
@@ -84,7 +84,7 @@ class AttentionPlan:
         tp_size: int = 1,
         dense_rows: str = "auto",
         device: torch.device | str = "cpu",
-    ) -> AttentionPlan:
+    ) -> PackRows:
         """Plan a pack of `total` rows that starts with documents of `doc_lengths`; the rest is padding.
 
         Args:
@@ -179,7 +179,7 @@ def _rope(position: Tensor, longest: int, config: ModelConfig, device: torch.dev
 
 @lru_cache(maxsize=4)
 def _rope_table(length: int, dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Kept, because cosines are most of a plan's time."""
+    """Kept, because cosines are most of a pack's time."""
     return rope_tables(torch.arange(length, device=device), dim, theta)
 
 
