@@ -5,6 +5,7 @@ A fenced `bash` block whose first line is `# needs: …` is not run: its files m
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import runpy
@@ -190,3 +191,38 @@ def test_a_flag_that_does_not_exist_is_found():
     for command in ("torchrun finetune_glm.py --seq-len 4", "bash examples/glm5_hellaswag.sh --seq-len 4"):
         with pytest.raises(SystemExit):
             check(commands(command)[0])
+
+
+PLACE = re.compile(r"^\d+\. `([\w/]+\.py)`: ((?:`[\w.]+`(?:, )?)+)", re.M)
+
+
+def names_in(file: Path) -> set[str]:
+    """Functions, classes and variables of a module, and `Class.method`."""
+    found = set()
+    for node in ast.parse(file.read_text()).body:
+        targets = [target.id for target in getattr(node, "targets", []) if isinstance(target, ast.Name)]
+        found.update([getattr(node, "name", None), *targets])
+        if isinstance(node, ast.ClassDef):
+            found.update(f"{node.name}.{part.name}" for part in node.body if hasattr(part, "name"))
+    return found
+
+
+def test_the_ways_of_the_architecture_page_are_there():
+    sections = re.split(r"^## ", (ROOT / "docs/architecture.md").read_text(), flags=re.M)
+    ways = {section.splitlines()[0]: section for section in sections if section.startswith("The way of")}
+    assert set(ways) == {f"The way of a {what}" for what in ("batch", "gradient", "selection", "Hugging Face tensor")}
+    for title, section in ways.items():
+        places = PLACE.findall(section)
+        assert len(places) == len(re.findall(r"^\d+\. ", section, re.M)) > 6, title
+        for file, names in places:
+            missing = set(re.findall(r"`([\w.]+)`", names)) - names_in(ROOT / file)
+            assert not missing, f"{title}: {file} has no {missing}"
+
+
+def test_each_of_the_seven_tasks_touches_six_files_at_most():
+    sections = re.split(r"^## ", (ROOT / "docs/extending.md").read_text(), flags=re.M)[1:8]
+    assert len({section.splitlines()[0] for section in sections}) == 7
+    for section in sections:
+        steps = re.findall(r"^(\d+\. .*?)(?=^\d+\. |^\n|\Z)", section, re.M | re.S)
+        files = {file for step in steps for file in re.findall(r"`(megatron_glm/[\w/]+\.py)`", step)}
+        assert 2 <= len(files) <= 6, (section.splitlines()[0], sorted(files))
