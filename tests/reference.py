@@ -14,12 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import megatron_glm.model.router as router_module
-from megatron_glm.config import KernelConfig, ModelConfig, ParallelConfig
+from megatron_glm.config import KernelConfig, ModelConfig, ParallelConfig, RunConfig
 from megatron_glm.model.glm import GLMChunk
 from megatron_glm.model.micro_batch import MicroBatch
 from megatron_glm.ops import indexer as indexer_ops
+from megatron_glm.parallel.dispatch import make_dispatcher
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.pipeline.carry import Carry
+from megatron_glm.parallel.pipeline.layout import Stage
 
 SMALL = dict(
     vocab_size=96,
@@ -66,8 +68,9 @@ def single_groups() -> ParallelGroups:
 
 def single_chunk(config: ModelConfig, recompute: str = "none") -> GLMChunk:
     """The whole model as one chunk, weights uninitialised."""
-    parallel, kernels = ParallelConfig(recompute_granularity=recompute), KernelConfig("torch", loss_chunk_size=7)
-    return GLMChunk(config, range(config.num_hidden_layers), single_groups(), parallel, kernels)
+    run = RunConfig(config, ParallelConfig(recompute_granularity=recompute), KernelConfig("torch", loss_chunk_size=7))
+    stage = Stage(tuple(range(config.num_hidden_layers)), embedding=True, head=True, mtp=True)
+    return GLMChunk(run, single_groups(), stage, make_dispatcher(run, single_groups()))
 
 
 def hf_model(config: ModelConfig, seed: int) -> torch.nn.Module:

@@ -251,7 +251,7 @@ def attention(chosen: list[str], tokens: list[int]) -> Iterator[dict]:
     """
     config = ModelConfig.from_hf("glm5.2")
     for backend in chosen:
-        layer = _module(partial(MLA, config, 0, _groups(), backend))
+        layer = _module(partial(MLA, config, _groups(), 0, backend))
         for total in [n for n in tokens if n <= 32768]:
             x = normal(total, config.hidden_size).requires_grad_()
             grad = torch.randn_like(x)

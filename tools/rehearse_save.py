@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed, too
@@ -34,7 +34,6 @@ from megatron_glm.checkpoint.index import Places  # noqa: E402
 from megatron_glm.config.flags import build_parser, resolve  # noqa: E402
 from megatron_glm.model.glm import GLMChunk  # noqa: E402
 from megatron_glm.parallel.fsdp import shard_dim  # noqa: E402
-from megatron_glm.parallel.grid import GROUP_AXES  # noqa: E402
 from megatron_glm.parallel.groups import ParallelGroups  # noqa: E402
 from megatron_glm.parallel.shard import Rectangle  # noqa: E402
 from megatron_glm.planner.plan import Plan  # noqa: E402
@@ -46,31 +45,13 @@ FLAGS = """--hf-config glm5.2 --bf16 --attention-backend torch --recompute-granu
 ARCHIVE_BYTES = 1000  # of a chunk in its file beside the data
 
 
-@dataclass(frozen=True)
-class Place:
-    """A process group of which only the size and the place of this rank in it matter."""
-
-    ranks: int
-    index: int
-
-    def size(self) -> int:
-        return self.ranks
-
-    def rank(self) -> int:
-        return self.index
-
-
 def rectangles(plan: Plan, rank: int) -> Iterator[Rectangle]:
     """Everything that one rank saves, weights and moments, as tensors without memory."""
-    here = {name: next(g for g in plan.grid.groups(name) if rank in g) for name in GROUP_AXES}
-    axes = {name: Place(len(ranks), ranks.index(rank)) for name, ranks in here.items()}
-    world = Place(plan.world_size, rank)
-    groups = ParallelGroups(world, world, world, pp_forward=None, pp_backward=None, **axes)
+    groups = ParallelGroups.of_sizes(plan.grid, rank)
     config = plan.config
     for stage in plan.layout.of_rank(groups.pp.rank()):
-        where = {"embedding": stage.embedding, "head": stage.head, "mtp": stage.mtp}
         with torch.device("meta"):
-            chunk = GLMChunk(config.model, stage.layers, groups, config.parallel, config.kernels, **where)
+            chunk = GLMChunk(config, groups, stage, plan.dispatcher)
         parameters = dict(chunk.named_parameters())
         for name, tensor in chunk.state_dict().items():
             info, offsets = chunk.shards[name], list(chunk.shards[name].offsets)

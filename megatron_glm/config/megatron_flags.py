@@ -171,7 +171,10 @@ VALUES = {
         "unfused": "--attention-backend torch",
         "local": "--attention-backend torch",
     },
-    "--moe-token-dispatcher-type": {"flex": "--moe-token-dispatcher-type alltoall, or hybrid over several nodes"},
+    "--moe-token-dispatcher-type": {
+        "flex": "--moe-token-dispatcher-type alltoall, or hybrid over several nodes",
+        "hybridep": "--moe-token-dispatcher-type hybrid, the same two levels without DeepEP's buffers",
+    },
     "--lr-decay-style": {"inverse-square-root": "--lr-decay-style cosine, linear, constant or WSD"},
     "--eval-iters": {"0": "leave --eval-iters and the validation data out"},
     "--packing": dict.fromkeys(("true", "True"), "--packing best-fit")

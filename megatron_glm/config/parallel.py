@@ -26,7 +26,7 @@ class ParallelConfig(Section):
     microbatch_group_size_per_vp_stage: int | None = option(
         None, "micro-batches that a virtual stage runs in a row (default: the number of pipeline stages)"
     )
-    moe_token_dispatcher_type: Literal["allgather", "alltoall", "hybrid", "hybridep"] = option(
+    moe_token_dispatcher_type: Literal["allgather", "alltoall", "hybrid"] = option(
         "alltoall", "how tokens reach their experts"
     )
     expert_node_size: int | None = option(None, "ranks of a node, for the hybrid dispatcher")
@@ -77,11 +77,6 @@ class ParallelConfig(Section):
 
     def _check_dispatcher(self) -> None:
         kind, node = self.moe_token_dispatcher_type, self.expert_node_size
-        if kind == "hybridep":
-            raise ValueError(
-                "--moe-token-dispatcher-type hybridep needs DeepEP's HybridEPBuffer, which this version does not bind "
-                "yet (https://github.com/deepseek-ai/DeepEP/tree/hybrid-ep); use hybrid, the same on process groups"
-            )
         if (kind == "hybrid") != (node is not None):
             raise ValueError(
                 f"--moe-token-dispatcher-type {kind} with --expert-node-size {node}: hybrid needs it, no other takes it"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from megatron_glm.config import KernelConfig, ParallelConfig
+from megatron_glm.config import RunConfig
 from megatron_glm.config.model import ModelConfig
 from megatron_glm.config.parameters import declared
 from megatron_glm.model.layer import DecoderLayer, MTPLayer
@@ -18,6 +18,7 @@ from megatron_glm.model.recompute import run_layer
 from megatron_glm.model.router import Router
 from megatron_glm.model.trained import freeze
 from megatron_glm.parallel.collectives import gather_values
+from megatron_glm.parallel.dispatch.local import Dispatcher
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.pipeline.carry import Carry, CarryField
 from megatron_glm.parallel.pipeline.layout import Stage
@@ -47,41 +48,29 @@ class GLMChunk(Chunk):
     """A contiguous run of layers; parameter names are canonical (`layers.5...` is layer 5 of the model).
 
     Args:
-        layer_ids: decoder layers of this chunk, ascending.
-        embedding, head: whether the chunk starts with the embedding, ends with final norm, head and loss.
-        mtp: whether it holds the MTP layers of the model, if there are any.
+        stage: the layers, and whether the chunk starts with the embedding, ends with final norm, head and loss, and
+            holds the MTP layers of the model, if there are any.
+        dispatcher: of all MoE layers of this rank.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer_ids: Sequence[int],
-        groups: ParallelGroups,
-        parallel: ParallelConfig,
-        kernels: KernelConfig,
-        *,
-        embedding: bool = True,
-        head: bool = True,
-        mtp: bool = True,
-    ) -> None:
+    def __init__(self, config: RunConfig, groups: ParallelGroups, stage: Stage, dispatcher: Dispatcher) -> None:
         super().__init__()
-        self.config, self.groups, self.kernels = config, groups, kernels
-        self.layer_ids = tuple(layer_ids)
-        self.recompute = parallel.recompute_granularity
-        self.embed_tokens = (
-            VocabParallelEmbedding(config.vocab_size, config.hidden_size, groups.tp) if embedding else None
-        )
-        build = (groups, parallel, kernels)
-        layers: dict[str, nn.Module] = {str(i): DecoderLayer(config, i, *build) for i in self.layer_ids}
-        if mtp:
-            layers |= {str(i): MTPLayer(config, i, *build) for i in config.mtp_layer_ids}
+        model = config.model
+        self.config, self.groups, self.kernels = model, groups, config.kernels
+        self.layer_ids = stage.layers
+        self.recompute = config.parallel.recompute_granularity
+        vocabulary = (model.vocab_size, model.hidden_size, groups.tp)
+        self.embed_tokens = VocabParallelEmbedding(*vocabulary) if stage.embedding else None
+        layers: dict[str, nn.Module] = {str(i): DecoderLayer(config, groups, i, dispatcher) for i in stage.layers}
+        if stage.mtp:
+            layers |= {str(i): MTPLayer(config, groups, i, dispatcher) for i in model.mtp_layer_ids}
         self.layers = nn.ModuleDict(layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, groups.tp) if head else None
-        self.lm_head = VocabParallelHead(config.vocab_size, config.hidden_size, groups.tp) if head else None
+        self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps, groups.tp) if stage.head else None
+        self.lm_head = VocabParallelHead(*vocabulary) if stage.head else None
         self.shards = {}
         self.shards = collect_shards(self)
-        self.declared = declared(config, {name: info.global_shape for name, info in self.shards.items()})
-        freeze(config, self)
+        self.declared = declared(model, {name: info.global_shape for name, info in self.shards.items()})
+        freeze(model, self)
 
     def forward(self, batch: MicroBatch, carry: Carry) -> tuple[Carry, dict[str, Tensor]]:
         """Run one micro-batch.

@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from megatron_glm.config import KernelConfig, ParallelConfig
-from megatron_glm.config.model import ModelConfig
+from megatron_glm.config import RunConfig
 from megatron_glm.model.mla import MLA
 from megatron_glm.model.mlp import MLP
 from megatron_glm.model.moe import MoE
 from megatron_glm.model.norm import RMSNorm
 from megatron_glm.model.pack import PackRows
+from megatron_glm.parallel.dispatch.local import Dispatcher
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.linear import ReplicatedLinear
 
@@ -26,22 +26,16 @@ class LayerOutput(NamedTuple):
 class DecoderLayer(nn.Module):
     """x += attention(norm(x)); x += mlp(norm(x))."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        groups: ParallelGroups,
-        parallel: ParallelConfig,
-        kernels: KernelConfig,
-    ) -> None:
+    def __init__(self, config: RunConfig, groups: ParallelGroups, layer: int, dispatcher: Dispatcher) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, groups.tp)
-        self.self_attn = MLA(config, layer, groups, kernels.attention_backend)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, groups.tp)
+        model, norm = config.model, (config.model.hidden_size, config.model.rms_norm_eps, groups.tp)
+        self.input_layernorm = RMSNorm(*norm)
+        self.self_attn = MLA(model, groups, layer, config.kernels.attention_backend)
+        self.post_attention_layernorm = RMSNorm(*norm)
         self.mlp: nn.Module = (
-            MoE(config, groups, parallel)
-            if config.is_moe(layer)
-            else MLP(config.hidden_size, config.intermediate_size, groups.tp)
+            MoE(model, groups, dispatcher)
+            if model.is_moe(layer)
+            else MLP(model.hidden_size, model.intermediate_size, groups.tp)
         )
 
     def forward(self, x: Tensor, pack: PackRows, topk: Tensor | None) -> LayerOutput:
@@ -56,16 +50,10 @@ class DecoderLayer(nn.Module):
 class MTPLayer(DecoderLayer):
     """The weights of a multi-token-prediction layer: held, sharded, saved and converted, frozen and never run."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        groups: ParallelGroups,
-        parallel: ParallelConfig,
-        kernels: KernelConfig,
-    ) -> None:
-        super().__init__(config, layer, groups, parallel, kernels)
-        self.enorm = RMSNorm(config.hidden_size, config.rms_norm_eps, groups.tp)
-        self.hnorm = RMSNorm(config.hidden_size, config.rms_norm_eps, groups.tp)
-        self.eh_proj = ReplicatedLinear(2 * config.hidden_size, config.hidden_size, groups.tp)
-        self.shared_head = nn.ModuleDict({"norm": RMSNorm(config.hidden_size, config.rms_norm_eps, groups.tp)})
+    def __init__(self, config: RunConfig, groups: ParallelGroups, layer: int, dispatcher: Dispatcher) -> None:
+        super().__init__(config, groups, layer, dispatcher)
+        width, eps = config.model.hidden_size, config.model.rms_norm_eps
+        self.enorm = RMSNorm(width, eps, groups.tp)
+        self.hnorm = RMSNorm(width, eps, groups.tp)
+        self.eh_proj = ReplicatedLinear(2 * width, width, groups.tp)
+        self.shared_head = nn.ModuleDict({"norm": RMSNorm(width, eps, groups.tp)})

@@ -27,7 +27,7 @@ from megatron_glm.parallel.streams import beside
 class MLA(nn.Module):
     """Attention of one layer. h = heads of this rank; C latent, R rope, N = qk_nope, V = v_head_dim."""
 
-    def __init__(self, config: ModelConfig, layer: int, groups: ParallelGroups, backend: str) -> None:
+    def __init__(self, config: ModelConfig, groups: ParallelGroups, layer: int, backend: str) -> None:
         super().__init__()
         tp, heads = groups.tp, config.num_attention_heads
         if heads % tp.size():

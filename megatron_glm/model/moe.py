@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megatron_glm.config import ParallelConfig
 from megatron_glm.config.model import ModelConfig
 from megatron_glm.model.mlp import MLP
 from megatron_glm.model.pack import PackRows
 from megatron_glm.model.router import Router
 from megatron_glm.ops.experts import grouped_mlp
-from megatron_glm.parallel.dispatch import make_dispatcher
+from megatron_glm.parallel.dispatch.local import Dispatcher
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.shard import ShardInfo
 from megatron_glm.parallel.streams import beside
@@ -44,18 +43,15 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """y = sum_k w_k * expert_k(x) + shared(x) on [t/TP, D]; experts are never tensor-parallel."""
 
-    def __init__(self, config: ModelConfig, groups: ParallelGroups, parallel: ParallelConfig) -> None:
+    def __init__(self, config: ModelConfig, groups: ParallelGroups, dispatcher: Dispatcher) -> None:
         super().__init__()
         self.gate = Router(config, groups)
         self.experts = Experts(config, groups)
-        self.overlaps_dispatch = (
-            groups.ep.size() > 1 and groups.tp.size() == 1
-        )  # under TP the shared expert communicates, too
+        # Under TP the shared expert communicates, too.
+        self.overlaps_dispatch = groups.ep.size() > 1 and groups.tp.size() == 1
         width = config.n_shared_experts * config.moe_intermediate_size
         self.shared_experts = MLP(config.hidden_size, width, groups.tp)
-        self.dispatcher = make_dispatcher(
-            parallel.moe_token_dispatcher_type, config.n_routed_experts, groups, parallel.expert_node_size
-        )
+        self.dispatcher = dispatcher
 
     def forward(self, x: Tensor, pack: PackRows) -> tuple[Tensor, Tensor]:
         """-> output [t/TP, D] and the expert ids [t/TP, K] int64 that were chosen (-1 for padding)."""

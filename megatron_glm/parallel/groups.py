@@ -82,6 +82,17 @@ class ParallelGroups:
             **{name: mine(name) for name in names},
         )
 
+    @classmethod
+    def of_sizes(cls, grid: Grid, rank: int = 0) -> ParallelGroups:
+        """What `rank` would have, without processes: the groups know size and rank, and every collective fails."""
+        groups, store = {}, dist.HashStore()
+        for name in GROUP_AXES:
+            ranks = next(ranks for ranks in grid.groups(name) if rank in ranks)
+            groups[name] = ProcessGroup(store, ranks.index(rank), len(ranks))
+        world = ProcessGroup(store, rank, grid.pp * grid.dp * grid.cp * grid.tp)
+        edges = Edges(world, world)
+        return cls(world, gloo_world=world, checkpoint=world, pp_forward=edges, pp_backward=edges, **groups)
+
 
 def host_group(parallel: ParallelConfig) -> ProcessGroup:
     """All ranks, for values in host memory. Collective; independent of the layout."""

@@ -7,13 +7,15 @@ formula. Every document is taken to fill its pack, which attends the most. All a
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from functools import cached_property
 
-from megatron_glm.config import ModelConfig, RunConfig
+from megatron_glm.config import RunConfig
 from megatron_glm.ops.sparse_mla import PART_BYTES, sums_in_order
+from megatron_glm.parallel.dispatch import Dispatcher, make_dispatcher
 from megatron_glm.parallel.fsdp import holds_whole
 from megatron_glm.parallel.grid import Grid
+from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.pipeline.layout import (
     PipelineLayout,
     Stage,
@@ -98,6 +100,11 @@ class Plan:
             dense = 0
         return Shapes(pack, tokens, tokens // grid.tp, dense, min(topk, pack), grid.tp, 2 if config.train.bf16 else 4)
 
+    @cached_property
+    def dispatcher(self) -> Dispatcher:
+        """What would move the tokens to their experts: it knows what that sends and holds."""
+        return make_dispatcher(self.config, ParallelGroups.of_sizes(self.grid))
+
     def units(self, stage: Stage) -> tuple[FsdpUnit, ...]:
         return stage_units(self.config.model, self.grid, stage)
 
@@ -136,9 +143,7 @@ class Plan:
             accumulated = FP32 * sum(unit.trained_elements for unit in running)
         head = any(stage.head for stage in self.layout.of_rank(pp_rank))
         reduced = max((unit.trained_elements for unit in running if not self._whole(unit.expert)), default=0)
-        sent = 0
-        if self.grid.ep > 1 and any(unit.expert for unit in running):
-            sent = round(2 * s.shard * distinct_owners(model, self.grid.ep) * model.hidden_size * s.b)
+        sent = self.dispatcher.buffer_bytes() if any(unit.expert for unit in running) else 0
         crossing = 4 * s.shard * model.hidden_size * s.b if self.grid.pp > 1 else 0
         return {
             "fp32 master weights": held.masters,
@@ -253,9 +258,3 @@ class Plan:
         gradients = layer_gradients(model, s) + (PART_BYTES if ordered else 0)
         layers = [layer for stage in self.layout.of_rank(pp_rank) for layer in stage.layers]
         return max((layer_again(model, i, s, granularity) + gradients for i in layers), default=0)
-
-
-def distinct_owners(model: ModelConfig, owners: int) -> float:
-    """Mean number of the `owners` equal parts of the experts that a token's choice touches, if routing is uniform."""
-    experts, chosen = model.n_routed_experts, model.num_experts_per_tok
-    return owners * (1 - math.comb(experts - experts // owners, chosen) / math.comb(experts, chosen))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron_glm.model.glm import carry_fields
-from megatron_glm.planner.plan import FP32, Plan, distinct_owners
+from megatron_glm.planner.plan import FP32, Plan
 
 # Bytes a second that a GPU sends, taken for every plan: inside a node over NVLink, and over a 400 Gbit/s adapter of its
 # own between nodes.
@@ -75,7 +75,7 @@ def rank_traffic(plan: Plan, pp_rank: int) -> Counter:
 
 
 def _layer_traffic(plan: Plan, layer: int) -> dict[tuple[str, str], float]:
-    """Bytes of one forward of one layer over the groups tp, tp_cp and ep."""
+    """Bytes of one forward of one layer over the groups tp, tp_cp and those of the dispatcher."""
     grid, model, s, found = plan.grid, plan.config.model, plan.shapes, {}
     both = grid.tp * grid.cp
     if both > 1:
@@ -85,17 +85,6 @@ def _layer_traffic(plan: Plan, layer: int) -> dict[tuple[str, str], float]:
     if grid.tp > 1:  # q_a gathered; attention scattered; MLP gathered and scattered; selections gathered
         row = (model.q_lora_rank + 3 * model.hidden_size) * s.b + 4 * s.slots * model.has_indexer(layer)
         found["tp", "sequence shards"] = (grid.tp - 1) / grid.tp * s.tokens * row
-    if grid.ep > 1 and model.is_moe(layer):
-        there = model.hidden_size * s.b + 8 * model.num_experts_per_tok
-        tokens = s.shard * distinct_owners(model, grid.ep) * (grid.ep - 1) / grid.ep
-        if plan.config.parallel.moe_token_dispatcher_type == "allgather":
-            tokens = s.shard * (grid.ep - 1)
-        found["ep", "tokens to experts and back"] = tokens * (there + model.hidden_size * s.b)
-        if plan.config.parallel.moe_token_dispatcher_type == "hybrid":
-            del found["ep", "tokens to experts and back"]
-            for axis, size in (("ep_inter", grid.inter), ("ep_node", grid.node)):
-                owners = distinct_owners(model, grid.inter if axis == "ep_inter" else grid.ep)
-                if size > 1:
-                    moved = s.shard * owners * (size - 1) / size
-                    found[axis, "tokens to experts and back"] = moved * (there + model.hidden_size * s.b)
+    if model.is_moe(layer):
+        found |= {(axis, "tokens to experts and back"): sent for axis, sent in plan.dispatcher.traffic().items()}
     return found

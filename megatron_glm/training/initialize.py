@@ -17,6 +17,7 @@ from megatron_glm.model.glm import GLMChunk
 from megatron_glm.model.init import initialize_weights
 from megatron_glm.model.trained import hold_as_stored
 from megatron_glm.ops import backends
+from megatron_glm.parallel.dispatch import make_dispatcher
 from megatron_glm.parallel.fsdp import local, shard_chunk
 from megatron_glm.parallel.groups import ParallelGroups, host_group, time_limit
 from megatron_glm.parallel.pipeline.layout import PipelineLayout, build_layout, check_run
@@ -107,20 +108,11 @@ def build_chunks(
     and frozen parameters have its dtypes.
     """
     layout = pipeline_layout(config, groups.dp.size())
-    chunks, stored = [], stored_dtypes(config)
+    chunks, stored, dispatcher = [], stored_dtypes(config), make_dispatcher(config, groups)
     log("making the model")
     for stage in layout.of_rank(groups.pp.rank()):
         with torch.device("meta"):
-            chunk = GLMChunk(
-                config.model,
-                stage.layers,
-                groups,
-                config.parallel,
-                config.kernels,
-                embedding=stage.embedding,
-                head=stage.head,
-                mtp=stage.mtp,
-            )
+            chunk = GLMChunk(config, groups, stage, dispatcher)
         heartbeat.beat()
         hold_as_stored(chunk, stored)
         shard_chunk(chunk, groups, config.parallel, config.train.bf16)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_glm.config import ParallelConfig
+from megatron_glm.config import ParallelConfig, RunConfig
 from megatron_glm.ops.experts import grouped_mlp
-from megatron_glm.parallel.dispatch import make_dispatcher
-from megatron_glm.parallel.dispatch.local import LocalDispatcher
+from megatron_glm.parallel.dispatch import DISPATCHERS, make_dispatcher
+from megatron_glm.parallel.dispatch.local import Dispatcher, LocalDispatcher
 from megatron_glm.parallel.groups import ParallelGroups
 from tests.distributed import close_groups, run
+from tests.reference import small_config
 
 RANKS, E, K, D, HIDDEN = 8, 16, 4, 12, 6
 LAYOUTS = [(2, None), (4, None), (8, None), (8, 2), (8, 4)]  # expert ranks, ranks of a node
@@ -20,9 +23,17 @@ RESULTS = ("y", "x", "weights", "gate_up", "down")
 KEYS = [
     (name, ep, node, case)
     for ep, node in LAYOUTS
-    for name in (("hybrid",) if node else ("allgather", "alltoall"))
+    for name in DISPATCHERS
+    if (name == "hybrid") == (node is not None)
     for case in CASES
 ]
+
+
+def made(name: str, groups: ParallelGroups, top_k: int = K) -> Dispatcher:
+    """For fp32 rows; a rank has 6 tokens, unless a case says otherwise."""
+    model = small_config(n_routed_experts=E, num_experts_per_tok=top_k, hidden_size=D)
+    config = RunConfig(model, ParallelConfig(moe_token_dispatcher_type=name))
+    return make_dispatcher(replace(config, data=replace(config.data, seq_length=6)), groups)
 
 
 def tokens_of_group(case: str, ep: int, seed: int):
@@ -73,7 +84,7 @@ def compare(name: str, groups: ParallelGroups, node: int | None, case: str) -> d
     reference = forward_backward(LocalDispatcher(E), ids, x, weights, gate_up, down, probe)
     tokens = slice(sum(t[:rank]), sum(t[: rank + 1]))
     local = slice(rank * E // ep, (rank + 1) * E // ep)
-    dispatcher = make_dispatcher(name, E, groups, node)
+    dispatcher = made(name, groups)
     mine = ids[tokens], x[tokens], weights[tokens], gate_up[local], down[local], probe[tokens]
     results = forward_backward(dispatcher, *mine)
     errors = {}
@@ -103,7 +114,7 @@ def hybrid_bits(groups: ParallelGroups, node: int) -> tuple[bool, bool]:
     tokens = slice(sum(t[:rank]), sum(t[: rank + 1]))
     ids, x, weights, probe = ids.sort().values[tokens], x[tokens], weights[tokens], x.flip(0)[tokens]
     first = rank * E // ep
-    hybrid, alltoall = (make_dispatcher(name, E, groups, node) for name in ("hybrid", "alltoall"))
+    hybrid, alltoall = (made(name, groups) for name in ("hybrid", "alltoall"))
 
     got = scaled(hybrid, ids, x, weights, first, probe)
     sums = [torch.zeros_like(part) for part in got]
@@ -122,7 +133,7 @@ def bytes_moved(groups: ParallelGroups, node: int) -> tuple[dict, dict]:
     ep, rank = groups.ep.size(), groups.ep.rank()
     t, ids, x, weights = tokens_of_group("unequal", ep, seed=7 + dist.get_rank() // ep)
     tokens = slice(sum(t[:rank]), sum(t[: rank + 1]))
-    dispatcher = make_dispatcher("hybrid", E, groups, node)
+    dispatcher = made("hybrid", groups)
     scaled(dispatcher, ids[tokens], x[tokens], weights[tokens], rank * E // ep, x[tokens])
     crossings, spreads = set(), set()  # (token, from rank, to rank)
     source = [r for r in range(ep) for _ in range(t[r])]
@@ -132,13 +143,22 @@ def bytes_moved(groups: ParallelGroups, node: int) -> tuple[dict, dict]:
             crossings.add((token, source[token], relay))
             spreads.add((token, relay, owner))
     expected = {}
-    for level, moves in (("inter", crossings), ("node", spreads)):
+    for level, moves in (("ep_inter", crossings), ("ep_node", spreads)):
         out = sum(a == rank != b for _, a, b in moves)
         back = sum(b == rank != a for _, a, b in moves)
         row, weight = 4 * D, 4 * K  # fp32
         # out: the token with its weights and ids, later the gradient of its output; back: its output, later gradients
         expected[level] = out * (row + 2 * weight) + back * row + out * row + back * (row + weight)
     return dict(dispatcher.bytes_sent), expected
+
+
+def sent_by_a_forward(name: str, groups: ParallelGroups) -> tuple[dict, dict]:
+    """Bytes that left this rank where every token goes to every expert, and what a plan counts for it."""
+    dispatcher = made(name, groups, top_k=E)
+    ids = torch.arange(E).expand(6, E)
+    rows, _, _, handle = dispatcher.dispatch(torch.ones(6, D), ids, torch.ones(6, E))
+    dispatcher.combine(rows, handle)
+    return dict(dispatcher.bytes_sent), dispatcher.traffic()
 
 
 def all_layouts() -> dict:
@@ -149,8 +169,11 @@ def all_layouts() -> dict:
         for name, _, _, case in [key for key in KEYS if key[1:3] == (ep, node)]:
             results[name, ep, node, case] = compare(name, groups, node, case)
         if node:
+            results["sent", ep, node] = sent_by_a_forward("hybrid", groups)
             results["bits", ep, node] = hybrid_bits(groups, node)
             results["bytes", ep, node] = bytes_moved(groups, node)
+        else:
+            results["sent", ep, node] = sent_by_a_forward("alltoall", groups)
         close_groups(groups)
     return results
 
@@ -178,4 +201,11 @@ def test_hybrid_sends_each_token_once_per_node_and_once_per_rank_inside(ranks, e
     for results in ranks:
         counted, expected = results["bytes", ep, node]
         assert counted == expected
-    assert all(sum(results["bytes", ep, node][0][level] for results in ranks) > 0 for level in ("inter", "node"))
+    assert all(sum(results["bytes", ep, node][0][level] for results in ranks) > 0 for level in ("ep_inter", "ep_node"))
+
+
+@pytest.mark.parametrize("ep, node", LAYOUTS)
+def test_a_plan_counts_the_bytes_that_a_forward_sends(ranks, ep, node):
+    for results in ranks:
+        sent, planned = results["sent", ep, node]
+        assert sent == planned and len(sent) == 1 + (node is not None)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_glm.config import ParallelConfig
+from megatron_glm.config import KernelConfig, ParallelConfig, RunConfig, TrainConfig
 from megatron_glm.model.moe import MoE
 from megatron_glm.model.recompute import run_layer
 from megatron_glm.ops import experts
 from megatron_glm.ops.experts import grouped_mlp
 from megatron_glm.ops.permute import RowMap, permute, unpermute
-from megatron_glm.parallel.dispatch import make_dispatcher
-from megatron_glm.parallel.dispatch.local import LocalDispatcher
+from megatron_glm.parallel.dispatch import DISPATCHERS, make_dispatcher
+from megatron_glm.parallel.dispatch.local import DispatchContext, Dispatcher, LocalDispatcher
+from megatron_glm.parallel.grid import Grid
+from megatron_glm.parallel.groups import ParallelGroups
+from megatron_glm.training.initialize import build_chunks
 from tests.reference import single_groups, small_config
 
 E, K, D, HIDDEN = 6, 3, 8, 5
@@ -116,7 +121,7 @@ def test_recomputation_repeats_neither_the_down_projection_nor_the_way_back(monk
     """A layer's gradients with and without recomputation are equal, and what nobody needs again runs once."""
     ran = []
     config = small_config()
-    moe = MoE(config, single_groups(), ParallelConfig()).bfloat16()
+    moe = MoE(config, single_groups(), LocalDispatcher(config.n_routed_experts)).bfloat16()
     for parameter in moe.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     moe.gate.e_score_correction_bias = torch.zeros(config.n_routed_experts)
@@ -147,12 +152,66 @@ def test_without_any_row_the_weights_still_get_a_zero_gradient(device):
         assert torch.equal(grad, torch.zeros_like(leaf))
 
 
-def test_dispatchers_are_refused_by_flag_and_numbers():
-    one, four = (SimpleNamespace(ep=SimpleNamespace(size=lambda n=n: n), ep_node=None) for n in (1, 4))
-    assert isinstance(make_dispatcher("hybrid", E, one), LocalDispatcher)
-    with pytest.raises(ValueError, match="--moe-token-dispatcher-type is 'flex'.*alltoall"):
-        make_dispatcher("flex", E, one)
-    with pytest.raises(ValueError, match="6 experts.*--expert-model-parallel-size 4"):
-        make_dispatcher("alltoall", E, four)
-    with pytest.raises(ValueError, match="--expert-node-size is 2.*None ranks"):
-        make_dispatcher("hybrid", 8, four, 2)
+def test_a_dispatcher_is_refused_by_flag_and_numbers():
+    """Where the layout is checked, before torch is there."""
+
+    def check(experts: int = 8, **flags) -> None:
+        ParallelConfig(expert_model_parallel_size=4, **flags).check(small_config(n_routed_experts=experts), 4)
+
+    hybrid = {"moe_token_dispatcher_type": "hybrid"}
+    check(**hybrid, expert_node_size=2)
+    for words, refused in {
+        "--moe-token-dispatcher-type is 'flex'.*alltoall": lambda: check(moe_token_dispatcher_type="flex"),
+        "type hybrid with --expert-node-size None: hybrid needs it": lambda: check(**hybrid),
+        "type allgather with --expert-node-size 2": lambda: check(
+            moe_token_dispatcher_type="allgather", expert_node_size=2
+        ),
+        r"--expert-model-parallel-size \(4\).*--expert-node-size \(3\)": lambda: check(**hybrid, expert_node_size=3),
+        r"experts \(6\).*--expert-model-parallel-size \(4\)": lambda: check(experts=6),
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            refused()
+
+
+def test_the_flag_offers_what_the_table_holds():
+    choices = get_args(get_type_hints(ParallelConfig)["moe_token_dispatcher_type"])
+    assert list(choices) == list(DISPATCHERS)
+
+
+def sized(parallel: ParallelConfig, ranks: int, **changes) -> Dispatcher:
+    """A dispatcher as a plan makes it: no process, no device."""
+    config = RunConfig(small_config(**changes), parallel)
+    config = replace(config, data=replace(config.data, seq_length=64), train=TrainConfig(micro_batch_size=2))
+    return make_dispatcher(config, ParallelGroups.of_sizes(Grid.create(parallel, ranks)))
+
+
+def test_every_dispatcher_says_what_it_sends_and_holds():
+    row, trip = 32 * 4, 2 * 32 * 4 + 8 * 8  # fp32 hidden states of 32; top-8 of 8 experts: a token goes everywhere
+    for name in DISPATCHERS:
+        node = 2 if name == "hybrid" else None
+        parallel = ParallelConfig(
+            expert_model_parallel_size=8, moe_token_dispatcher_type=name, expert_node_size=node, context_parallel_size=2
+        )
+        dispatcher = sized(parallel, 8, num_experts_per_tok=8)
+        assert dispatcher.buffer_bytes() == 2 * 64 * 8 * row
+        expected = {"ep": 64 * 7 * trip} if node is None else {"ep_inter": 64 * 3 * trip, "ep_node": 64 * 4 * trip}
+        assert dispatcher.traffic() == expected
+    alone = sized(ParallelConfig(), 1)
+    assert isinstance(alone, LocalDispatcher) and alone.traffic() == {} and alone.buffer_bytes() == 0
+
+
+def test_all_layers_of_a_rank_share_one_dispatcher():
+    """Of both chunks here, and the MTP layer's: what it allocates is there once."""
+    parallel = ParallelConfig(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1)
+    config = RunConfig(small_config(num_nextn_predict_layers=1), parallel, KernelConfig("torch"))
+    groups = ParallelGroups.of_sizes(Grid.create(parallel, 2), rank=1)
+    moes = [module for chunk in build_chunks(config, groups) for module in chunk.modules() if isinstance(module, MoE)]
+    assert len(moes) == 3 and len({moe.dispatcher for moe in moes}) == 1
+
+
+def test_copies_of_a_token_with_uniform_routing():
+    groups = ParallelGroups.of_sizes(Grid.create(ParallelConfig(), 1))
+    context = DispatchContext(groups, n_experts=256, top_k=8, hidden_size=1, most_tokens=1, dtype=torch.bfloat16)
+    assert context.copies(1) == 1
+    assert context.copies(256) == pytest.approx(8)
+    assert 7 < context.copies(64) < 8

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributed import ProcessGroup
 
-from megatron_glm.config import KernelConfig, ParallelConfig
+from megatron_glm.config import KernelConfig, ParallelConfig, RunConfig
 from megatron_glm.model.glm import GLMChunk
 from megatron_glm.model.init import initialize_weights
+from megatron_glm.parallel.dispatch import make_dispatcher
+from megatron_glm.parallel.pipeline.layout import Stage
 from tests.reference import single_chunk, single_groups, small_config
 
 CONFIG = small_config(vocab_size=601, num_nextn_predict_layers=1)  # more than two blocks of rows, and odd
@@ -20,15 +23,15 @@ def weights(chunk, seed=1):
     return chunk.state_dict()
 
 
-def rank_chunk(tp, tp_size, ep, ep_size, layers=range(4), **ends):
+WHOLE = Stage(tuple(range(4)), embedding=True, head=True, mtp=True)
+
+
+def rank_chunk(tp, tp_size, ep, ep_size, stage=WHOLE):
     """The chunk of one rank of a layout, built without its other ranks."""
-
-    def group(rank, size):
-        return SimpleNamespace(rank=lambda: rank, size=lambda: size)
-
-    groups = SimpleNamespace(**vars(single_groups()) | dict(tp=group(tp, tp_size), ep=group(ep, ep_size)))
     parallel = ParallelConfig(tensor_model_parallel_size=tp_size, expert_model_parallel_size=ep_size)
-    return GLMChunk(CONFIG, layers, groups, parallel, KernelConfig("torch"), **ends)
+    run = RunConfig(CONFIG, parallel, KernelConfig("torch"))
+    groups = replace(single_groups(), tp=ProcessGroup(tp, tp_size), ep=ProcessGroup(ep, ep_size))
+    return GLMChunk(run, groups, stage, make_dispatcher(run, groups))
 
 
 @pytest.mark.parametrize("tp_size, ep_size", [(2, 1), (4, 2), (1, 8)])
@@ -44,7 +47,7 @@ def test_every_rank_draws_its_part_of_the_same_model(tp_size, ep_size):
 
 
 def test_a_stage_draws_its_layers_of_the_same_model():
-    whole, stage = weights(single_chunk(CONFIG)), weights(rank_chunk(0, 1, 0, 1, range(2, 3), embedding=False))
+    whole, stage = weights(single_chunk(CONFIG)), weights(rank_chunk(0, 1, 0, 1, Stage((2,), head=True, mtp=True)))
     assert {"layers.2.mlp.experts.down", "layers.4.eh_proj.weight", "lm_head.weight"} < stage.keys() < whole.keys()
     assert all(torch.equal(tensor, whole[name]) for name, tensor in stage.items())
 

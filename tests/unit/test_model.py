@@ -8,12 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_glm.config import KernelConfig, ParallelConfig
+from megatron_glm.config import KernelConfig, RunConfig
 from megatron_glm.model.glm import GLMChunk
 from megatron_glm.model.init import initialize_weights
 from megatron_glm.model.pack import PackRows
 from megatron_glm.model.router import Router, update_router_biases
 from megatron_glm.ops import indexer as indexer_ops
+from megatron_glm.parallel.dispatch import make_dispatcher
+from megatron_glm.parallel.pipeline.layout import Stage
 from tests.reference import forward, recorded, single_chunk, single_groups, small_config
 
 TOTAL = 48
@@ -103,10 +105,10 @@ def test_a_model_cut_anywhere_equals_the_whole(cut):
     tokens, labels = batch(PACKED)
     pack = PackRows.build(config, PACKED, TOTAL)
     whole, expected = run(built(config), tokens, labels, pack)
-    parts = []
+    parts, cut_run = [], RunConfig(config, kernels=KernelConfig("torch"))
     for layers in (range(cut), range(cut, 4)):
-        ends = dict(embedding=layers.start == 0, head=layers.stop == 4)
-        parts.append(GLMChunk(config, layers, single_groups(), ParallelConfig(), KernelConfig("torch"), **ends))
+        stage = Stage(tuple(layers), embedding=layers.start == 0, head=layers.stop == 4)
+        parts.append(GLMChunk(cut_run, single_groups(), stage, make_dispatcher(cut_run, single_groups())))
         weights = built(config).state_dict()
         parts[-1].load_state_dict({name: weights[name] for name in parts[-1].state_dict()})
     first = forward(parts[0], tokens, pack)

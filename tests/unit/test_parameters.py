@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from megatron_glm.config import KernelConfig, ModelConfig, ParallelConfig
+from megatron_glm.config import KernelConfig, ModelConfig, ParallelConfig, RunConfig
 from megatron_glm.config.parameters import declared, model_parameters
 from megatron_glm.model.glm import GLMChunk
+from megatron_glm.parallel.dispatch import make_dispatcher
 from megatron_glm.parallel.grid import Grid
+from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.pipeline.layout import Stage
 from megatron_glm.planner.units import stage_units
-from tests.reference import single_groups, small_config
+from tests.reference import small_config
 
 PRESETS = ("glm5", "glm5.1", "glm5.2", "glm5.2-tiny")
 
 
 def chunk_of_first_rank(config: ModelConfig, parallel: ParallelConfig, stage: Stage) -> GLMChunk:
-    def group(size: int) -> SimpleNamespace:
-        return SimpleNamespace(rank=lambda: 0, size=lambda: size)
-
-    tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
-    groups = SimpleNamespace(**vars(single_groups()) | {"tp": group(tp), "ep": group(ep)})
-    ends = {"embedding": stage.embedding, "head": stage.head, "mtp": stage.mtp}
+    run = RunConfig(config, parallel, KernelConfig("torch"))
+    ranks = max(parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size)
+    groups = ParallelGroups.of_sizes(Grid.create(parallel, ranks))
     with torch.device("meta"):
-        return GLMChunk(config, stage.layers, groups, parallel, KernelConfig("torch"), **ends)
+        return GLMChunk(run, groups, stage, make_dispatcher(run, groups))
 
 
 @pytest.mark.parametrize("preset", PRESETS)

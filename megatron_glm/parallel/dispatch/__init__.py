@@ -2,40 +2,40 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
+import torch
+
+from megatron_glm.config import RunConfig
 from megatron_glm.parallel.dispatch.allgather import AllGatherDispatcher
 from megatron_glm.parallel.dispatch.alltoall import AllToAllDispatcher
 from megatron_glm.parallel.dispatch.hybrid import HybridDispatcher
-from megatron_glm.parallel.dispatch.local import Dispatcher, LocalDispatcher
+from megatron_glm.parallel.dispatch.local import DispatchContext, Dispatcher, LocalDispatcher
+from megatron_glm.parallel.groups import ParallelGroups
 
-if TYPE_CHECKING:
-    from megatron_glm.parallel.groups import ParallelGroups
+# The choices of the flag, which config/parallel.py lists without importing torch.
+DISPATCHERS: dict[str, Callable[[DispatchContext], Dispatcher]] = {
+    "allgather": AllGatherDispatcher,
+    "alltoall": AllToAllDispatcher,
+    "hybrid": HybridDispatcher,
+}
 
-__all__ = ["Dispatcher", "make_dispatcher"]
 
-NAMES = ("allgather", "alltoall", "hybrid")
+def make_dispatcher(config: RunConfig, groups: ParallelGroups) -> Dispatcher:
+    """The dispatcher of a checked run, to be made once and shared by all layers. One rank needs no transport.
 
-
-def make_dispatcher(
-    name: str, n_experts: int, groups: ParallelGroups, expert_node_size: int | None = None
-) -> Dispatcher:
-    """The dispatcher `name` for n_experts over `groups.ep`; a group of one rank needs no transport.
-
-    Raises ValueError for an unknown name, experts that do not divide, or node groups that are not expert_node_size.
+    groups: those of the run, or `ParallelGroups.of_sizes`: the planner asks for traffic and buffers only.
     """
-    ranks = groups.ep.size()
-    if name not in NAMES:
-        raise ValueError(f"--moe-token-dispatcher-type is {name!r}, but must be one of {', '.join(NAMES)}")
-    if n_experts % ranks:
-        raise ValueError(f"{n_experts} experts do not divide by --expert-model-parallel-size {ranks}")
-    if ranks == 1:
-        return LocalDispatcher(n_experts)
-    if name == "allgather":
-        return AllGatherDispatcher(n_experts // ranks, groups.ep)
-    if name == "alltoall":
-        return AllToAllDispatcher(n_experts // ranks, groups.ep)
-    node = groups.ep_node and groups.ep_node.size()
-    if groups.ep_node is None or groups.ep_inter is None or node != expert_node_size:
-        raise ValueError(f"--expert-node-size is {expert_node_size}, but the process groups have nodes of {node} ranks")
-    return HybridDispatcher(n_experts // ranks, groups.ep, groups.ep_inter, groups.ep_node)
+    model, parallel, train = config.model, config.parallel, config.train
+    if groups.ep.size() == 1:
+        return LocalDispatcher(model.n_routed_experts)
+    shards = parallel.context_parallel_size * parallel.tensor_model_parallel_size
+    context = DispatchContext(
+        groups=groups,
+        n_experts=model.n_routed_experts,
+        top_k=model.num_experts_per_tok,
+        hidden_size=model.hidden_size,
+        most_tokens=train.micro_batch_size * config.data.seq_length // shards,
+        dtype=torch.bfloat16 if train.bf16 else torch.float32,
+    )
+    return DISPATCHERS[parallel.moe_token_dispatcher_type](context)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_glm.ops.permute import RowMap
 from megatron_glm.parallel.collectives import gather_rows, gather_values, scatter_sum_rows
 from megatron_glm.parallel.dispatch.hop import count, within
-from megatron_glm.parallel.dispatch.local import Dispatcher, LocalDispatcher
+from megatron_glm.parallel.dispatch.local import DispatchContext, Dispatcher, LocalDispatcher
 
 
 class AllGatherDispatcher(Dispatcher):
     """No routing of rows at all: right for small groups, where most tokens go to most ranks."""
 
-    def __init__(self, n_local: int, ep: ProcessGroup) -> None:
-        self.n_local, self.ep, self.local = n_local, ep, LocalDispatcher(n_local)
+    def __init__(self, context: DispatchContext) -> None:
+        self.context, self.ep, self.n_local = context, context.groups.ep, context.n_local
+        self.local = LocalDispatcher(self.n_local)
 
     def dispatch(
         self, x: Tensor, expert_ids: Tensor, weights: Tensor
@@ -35,3 +35,10 @@ class AllGatherDispatcher(Dispatcher):
     def combine(self, rows: Tensor, handle: tuple[int, RowMap]) -> Tensor:
         t, local = handle
         return scatter_sum_rows(self.local.combine(rows, local), self.ep)[:t]
+
+    def traffic(self) -> dict[str, float]:
+        return {"ep": self.context.most_tokens * (self.ep.size() - 1) * self.context.round_trip}
+
+    def buffer_bytes(self) -> int:
+        """All tokens of the group, and the sums of this rank's experts for each of them."""
+        return 2 * self.context.most_tokens * self.ep.size() * self.context.row_bytes

@@ -6,19 +6,19 @@ from collections import Counter
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_glm.ops.permute import RowMap
 from megatron_glm.parallel.collectives import gather_values
 from megatron_glm.parallel.dispatch.hop import Hop, count, once, spread, sum_back, within
-from megatron_glm.parallel.dispatch.local import Dispatcher, LocalDispatcher
+from megatron_glm.parallel.dispatch.local import DispatchContext, Dispatcher, LocalDispatcher
 
 
 class AllToAllDispatcher(Dispatcher):
     """A token goes once to each rank that owns some of its experts; the sum of that rank's shares comes back."""
 
-    def __init__(self, n_local: int, ep: ProcessGroup) -> None:
-        self.n_local, self.ep, self.local = n_local, ep, LocalDispatcher(n_local)
+    def __init__(self, context: DispatchContext) -> None:
+        self.context, self.ep, self.n_local = context, context.groups.ep, context.n_local
+        self.local = LocalDispatcher(self.n_local)
         self.bytes_sent: Counter[str] = Counter()  # bytes that left this rank, both directions and both passes
 
     def dispatch(
@@ -39,3 +39,11 @@ class AllToAllDispatcher(Dispatcher):
     def combine(self, rows: Tensor, handle: tuple[Hop, RowMap]) -> Tensor:
         hop, local = handle
         return sum_back(self.local.combine(rows, local), hop)
+
+    def traffic(self) -> dict[str, float]:
+        ranks, c = self.ep.size(), self.context
+        return {"ep": c.most_tokens * c.copies(ranks) * (ranks - 1) / ranks * c.round_trip}
+
+    def buffer_bytes(self) -> int:
+        c = self.context
+        return round(2 * c.most_tokens * c.copies(self.ep.size()) * c.row_bytes)

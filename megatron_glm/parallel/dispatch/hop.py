@@ -18,14 +18,14 @@ class Hop:
     """The rows that move between the ranks of `group`.
 
     rows: map from the slots of this rank's tokens to sent rows, keyed by group rank (each rank at most once a token);
-    send, receive: rows to and from each rank; level: the name under which `sent` counts the bytes that leave a rank.
+    send, receive: rows to and from each rank; sent: counts, under the group's name, the bytes that leave this rank.
     """
 
     group: ProcessGroup
     rows: RowMap
     send: list[int]
     receive: list[int]
-    level: str
+    name: str
     sent: Counter[str]
 
     def there(self, x: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class Hop:
         output = x.new_empty(sum(receive), *x.shape[1:])
         dist.all_to_all_single(output, x.contiguous(), receive, send, group=self.group)
         away = sum(send) - send[self.group.rank()]
-        self.sent[self.level] += away * x.shape[1] * x.element_size()
+        self.sent[self.name] += away * x.shape[1] * x.element_size()
         return output
 
 

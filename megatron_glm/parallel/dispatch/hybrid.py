@@ -6,12 +6,11 @@ from collections import Counter
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_glm.ops.permute import RowMap
 from megatron_glm.parallel.collectives import gather_values
 from megatron_glm.parallel.dispatch.hop import Hop, count, once, spread, sum_back, within
-from megatron_glm.parallel.dispatch.local import Dispatcher, LocalDispatcher
+from megatron_glm.parallel.dispatch.local import DispatchContext, Dispatcher, LocalDispatcher
 
 
 class HybridDispatcher(Dispatcher):
@@ -21,10 +20,13 @@ class HybridDispatcher(Dispatcher):
     expert group is rank r % node.size() of node r // node.size().
     """
 
-    def __init__(self, n_local: int, ep: ProcessGroup, inter: ProcessGroup, node: ProcessGroup) -> None:
-        self.n_local, self.ep, self.inter, self.node = n_local, ep, inter, node
-        self.local = LocalDispatcher(n_local)
-        self.bytes_sent: Counter[str] = Counter()  # by level; left this rank, both directions and both passes
+    def __init__(self, context: DispatchContext) -> None:
+        inter, node = context.groups.ep_inter, context.groups.ep_node
+        if inter is None or node is None:
+            raise ValueError("--moe-token-dispatcher-type hybrid needs --expert-node-size, which is None")
+        self.context, self.ep, self.inter, self.node = context, context.groups.ep, inter, node
+        self.n_local, self.local = context.n_local, LocalDispatcher(context.n_local)
+        self.bytes_sent: Counter[str] = Counter()  # by group; left this rank, both directions and both passes
 
     def dispatch(
         self, x: Tensor, expert_ids: Tensor, weights: Tensor
@@ -33,12 +35,12 @@ class HybridDispatcher(Dispatcher):
         across = RowMap.build(once(expert_ids // n_node), self.inter.size())
         (send, receive), (send_inside, receive_inside), n = self._splits(expert_ids // self.n_local, across.counts)
 
-        outer = Hop(self.inter, across.head(sum(send)), send, receive, "inter", self.bytes_sent)
+        outer = Hop(self.inter, across.head(sum(send)), send, receive, "ep_inter", self.bytes_sent)
         x, weights, expert_ids = spread(x, weights, expert_ids, outer)
         expert_ids = within(expert_ids, self.inter.rank() * n_node, n_node)
 
         inside = RowMap.build(once(expert_ids // self.n_local), self.node.size()).head(sum(send_inside))
-        inner = Hop(self.node, inside, send_inside, receive_inside, "node", self.bytes_sent)
+        inner = Hop(self.node, inside, send_inside, receive_inside, "ep_node", self.bytes_sent)
         x, weights, expert_ids = spread(x, weights, expert_ids, inner)
         expert_ids = within(expert_ids, self.node.rank() * self.n_local, self.n_local)
 
@@ -64,3 +66,15 @@ class HybridDispatcher(Dispatcher):
     def combine(self, rows: Tensor, handle: tuple[Hop, Hop, RowMap]) -> Tensor:
         outer, inner, local = handle
         return sum_back(sum_back(self.local.combine(rows, local), inner), outer)
+
+    def traffic(self) -> dict[str, float]:
+        c, nodes, size = self.context, self.inter.size(), self.node.size()
+        rows = {
+            "ep_inter": c.most_tokens * c.copies(nodes) * (nodes - 1) / nodes,
+            "ep_node": c.most_tokens * c.copies(self.ep.size()) * (size - 1) / size,
+        }
+        return {group: number * c.round_trip for group, number in rows.items() if number}
+
+    def buffer_bytes(self) -> int:
+        c = self.context
+        return round(2 * c.most_tokens * c.copies(self.ep.size()) * c.row_bytes)

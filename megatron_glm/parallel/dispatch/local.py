@@ -2,15 +2,58 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_glm.ops.permute import RowMap, permute, unpermute
+from megatron_glm.parallel.groups import ParallelGroups
+
+
+@dataclass(frozen=True)
+class DispatchContext:
+    """What a dispatcher between ranks is built from.
+
+    groups: a constructor may ask them for sizes and ranks, and not communicate: a plan has no processes;
+    most_tokens: t/TP, what one micro-batch gives this rank; dtype: of the rows.
+    """
+
+    groups: ParallelGroups
+    n_experts: int  # E, of the whole model
+    top_k: int  # K, experts of a token
+    hidden_size: int  # D
+    most_tokens: int
+    dtype: torch.dtype
+
+    @property
+    def n_local(self) -> int:
+        """Experts of one rank."""
+        return self.n_experts // self.groups.ep.size()
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token's hidden state."""
+        return self.hidden_size * self.dtype.itemsize
+
+    @property
+    def round_trip(self) -> int:
+        """Bytes of a token that goes to a rank, with its fp32 weights and ids, and of the output that comes back."""
+        return 2 * self.row_bytes + 8 * self.top_k
+
+    def copies(self, parts: int) -> float:
+        """To how many of `parts` equal parts of the experts a token goes on average, if routing is uniform."""
+        rest = self.n_experts - self.n_experts // parts
+        return parts * (1 - math.comb(rest, self.top_k) / math.comb(self.n_experts, self.top_k))
 
 
 class Dispatcher:
     """Moves tokens to the ranks of their experts, and the sum of the experts' outputs back.
+
+    One object, built with a `DispatchContext`, serves all layers of a rank for the whole run: buffers that it keeps are
+    shared. It allocates them in its first `dispatch`, because a plan builds it without a GPU.
 
     Rank i of the expert group owns experts [i * n_local, (i + 1) * n_local). The routing weight goes with the row: the
     expert multiplies its gated product by it, before the down projection (`ops.experts.grouped_mlp`), which is
@@ -35,6 +78,14 @@ class Dispatcher:
         """
         raise NotImplementedError
 
+    def traffic(self) -> dict[str, float]:
+        """Bytes that a rank sends in one layer's forward, by group (a name of `GROUP_AXES`), if routing is uniform."""
+        raise NotImplementedError
+
+    def buffer_bytes(self) -> int:
+        """Bytes of this rank's buffers for the rows of one layer, those sent and those received."""
+        raise NotImplementedError
+
 
 class LocalDispatcher(Dispatcher):
     """All experts are here. It never waits for the device: n = t * K, so that -1 ids leave a tail."""
@@ -53,3 +104,9 @@ class LocalDispatcher(Dispatcher):
 
     def combine(self, rows: Tensor, handle: RowMap) -> Tensor:
         return unpermute(rows, handle)
+
+    def traffic(self) -> dict[str, float]:
+        return {}
+
+    def buffer_bytes(self) -> int:
+        return 0
