@@ -6,6 +6,7 @@ names the flags and both numbers. Nothing here imports torch, so that `--help` a
 """
 
 from .data import DataConfig, PretrainDataConfig
+from .indexer import IndexerConfig
 from .model import ModelConfig
 from .parallel import KernelConfig, ParallelConfig
 from .run import RunConfig
@@ -16,6 +17,7 @@ __all__ = [
     "LARGEST_BF16_BETA",
     "CheckpointConfig",
     "DataConfig",
+    "IndexerConfig",
     "KernelConfig",
     "LoggingConfig",
     "ModelConfig",

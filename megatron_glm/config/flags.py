@@ -19,6 +19,7 @@ from megatron_glm.launch import say, world_size
 from . import (
     CheckpointConfig,
     DataConfig,
+    IndexerConfig,
     KernelConfig,
     LoggingConfig,
     ModelConfig,
@@ -44,6 +45,7 @@ SECTIONS = {
     "checkpoint": CheckpointConfig,
     "parallel": ParallelConfig,
     "kernels": KernelConfig,
+    "indexer": IndexerConfig,
     "logging": LoggingConfig,
 }
 

@@ -28,7 +28,6 @@ ALWAYS: dict[str, tuple[str, ...]] = {
     "--multi-latent-attention": (),
     "--qk-layernorm": (),
     "--experimental-attention-variant": ("dsa",),
-    "--dsa-indexer-loss-coeff": ("0",),
     "--dsa-indexer-scoring-relu": (),
     "--dsa-indexer-rope-interleaved": (),
     "--attention-dropout": ("0",),
@@ -186,7 +185,7 @@ NO_FP8 = "there is no FP8 or FP4 training yet"
 NO_SCALING = "the model's rope is not scaled"
 NO_OFFLOAD = "nothing is moved to host memory; --adam-moments-dtype and --recompute-granularity save memory"
 NO_CAPACITY = "no expert has a capacity: every token reaches its experts"
-FROZEN_INDEXER = "the indexer is frozen"
+SPARSE_LOSS = "--indexer-training sparse is that loss, warmup the one over all keys"
 ONLY_SUMS = "gradients are summed in fp32 and divided by the whole step's count of tokens"
 TIMED = "no such line in the log; --profile records every kernel"
 SHAPE = "the model has no such part"
@@ -217,7 +216,7 @@ NOT_HERE = {
     "--distribute-saved-activations": "what is kept is cut over the tensor-parallel ranks as it is",
     "--cp-comm-type": "context-parallel ranks exchange keys in one way",
     "--hierarchical-context-parallel-sizes": "context-parallel ranks exchange keys in one way",
-    "--dsa-indexer-use-sparse-loss": FROZEN_INDEXER,
+    "--dsa-indexer-use-sparse-loss": SPARSE_LOSS,
     "--dsa-indexer-rotate-activation": "this family's indexer does not rotate its activations",
     "--dsa-indexer-k-norm-fp32": "the precision of the indexer's norm is fixed",
     "--beta-fast": NO_SCALING,

@@ -110,6 +110,9 @@ class KernelConfig(Section):
     attention_backend: Literal["auto", "torch", "cudnn", "tilelang"] = option(
         "auto", "implementation of the attention and the indexer; auto: cudnn on a GPU with --bf16, else torch"
     )
+    attention: Literal["sparse", "dense"] = option(
+        "sparse", "dense: every row attends to all earlier keys of its document, whatever index_topk; for pre-training"
+    )
     dense_rows: Literal["auto", "off"] = option(
         "auto", "auto: rows that see no more than index_topk keys skip the selection and run as dense attention"
     )

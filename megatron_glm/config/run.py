@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from .data import DataConfig, PretrainDataConfig
+from .indexer import IndexerConfig
 from .model import ModelConfig
 from .parallel import KernelConfig, ParallelConfig
 from .training import CheckpointConfig, LoggingConfig, OptimizerConfig, TrainConfig
@@ -21,6 +22,7 @@ class RunConfig:
     data: DataConfig | PretrainDataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     train: TrainConfig = TrainConfig()
+    indexer: IndexerConfig = IndexerConfig()
     logging: LoggingConfig = LoggingConfig()
     hf_folder: str | None = None
 
@@ -36,13 +38,33 @@ class RunConfig:
         return self.train.global_batch_size // (self.train.micro_batch_size * dp_size)
 
     @property
+    def trained_parts(self) -> frozenset[str]:
+        """What this run trains, of "trunk" (all that computes the next token), "indexer" and "mtp"."""
+        stages = {"off": {"trunk"}, "warmup": {"indexer"}, "sparse": {"trunk", "indexer"}}
+        return frozenset(stages[self.indexer.indexer_training])
+
+    @property
+    def attends_densely(self) -> bool:
+        """Whether every row attends to all keys that it may see, so that nothing is selected."""
+        return self.kernels.attention == "dense" or self.indexer.indexer_training == "warmup"
+
+    @property
+    def selects_by_untrained(self) -> bool:
+        """Whether the indexer, as it is when the run starts, decides which keys some row attends to."""
+        return not self.attends_densely and self.data.seq_length > self.model.index_topk
+
+    @property
     def dense_rows(self) -> str:
         """--dense-rows, where auto on a GPU means dense rows only where they were measured to be faster.
+
+        "all" where no row selects.
 
         With context parallelism that is in packs of "short" documents alone, and with enough rows on each rank
         (docs/performance.md). They have no deterministic backward.
         """
         kernels, cp = self.kernels, self.parallel.context_parallel_size
+        if self.attends_densely:
+            return "all"
         if kernels.attention_backend == "torch" or kernels.dense_rows == "off":
             return kernels.dense_rows
         rows = self.train.micro_batch_size * self.data.seq_length // cp
@@ -56,6 +78,7 @@ class RunConfig:
         self.train.check(self.data.seq_length, self.parallel, world_size)
         self.optimizer.check(self.train.planned_iters)
         self.checkpoint.check()
+        self._check_indexer()
         self.logging.check(world_size)
         if self.kernels.attention_backend in ("cudnn", "tilelang") and not self.train.bf16:
             raise ValueError(
@@ -70,6 +93,28 @@ class RunConfig:
             raise ValueError(
                 f"--seq-length ({self.data.seq_length}) exceeds max_position_embeddings "
                 f"({self.model.max_position_embeddings})"
+            )
+
+    def _check_indexer(self) -> None:
+        self.indexer.check()
+        mode, rate = self.indexer.indexer_training, self.optimizer.moe_router_bias_update_rate
+        if mode == "warmup" and rate:
+            raise ValueError(
+                f"--moe-router-bias-update-rate {rate} with --indexer-training warmup, which leaves all but the "
+                "indexer as it is: leave it out"
+            )
+        if mode == "sparse" and self.kernels.attention == "dense":
+            raise ValueError(
+                "--indexer-training sparse with --attention dense: it learns from the attention to the keys that it "
+                "selects; warmup learns from dense attention"
+            )
+        if self.attends_densely and self.kernels.dense_rows == "off":
+            raise ValueError("--dense-rows off with dense attention (--attention dense or --indexer-training warmup)")
+        gpu = self.kernels.attention_backend in ("cudnn", "tilelang")
+        if gpu and self.kernels.deterministic and self.kernels.attention == "dense" and mode == "off":
+            raise ValueError(
+                f"--attention dense with --deterministic and --attention-backend {self.kernels.attention_backend}: "
+                "the dense backward sums by atomics; --attention-backend torch has the same bits in every run"
             )
 
     def _check_profile(self) -> None:

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from megatron_glm.config import RunConfig
+from megatron_glm.config import IndexerConfig, RunConfig
+from megatron_glm.config.indexer import FROZEN
 from megatron_glm.config.model import ModelConfig
 from megatron_glm.config.parameters import declared
+from megatron_glm.model.indexer_training import student_fields
 from megatron_glm.model.layer import DecoderLayer, MTPLayer
 from megatron_glm.model.micro_batch import MicroBatch
 from megatron_glm.model.moe import MoE
@@ -17,7 +19,7 @@ from megatron_glm.model.norm import RMSNorm
 from megatron_glm.model.recompute import run_layer
 from megatron_glm.model.router import Router
 from megatron_glm.model.trained import freeze
-from megatron_glm.parallel.collectives import gather_values
+from megatron_glm.parallel.collectives import gather_values, sum_over
 from megatron_glm.parallel.dispatch.local import Dispatcher
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.pipeline.carry import Carry, CarryField
@@ -27,20 +29,26 @@ from megatron_glm.parallel.vocab import VocabParallelEmbedding, VocabParallelHea
 
 
 def carry_fields(
-    config: ModelConfig, stages: Sequence[Stage], rows: int, total: int, dtype: torch.dtype
+    config: ModelConfig,
+    stages: Sequence[Stage],
+    rows: int,
+    total: int,
+    dtype: torch.dtype,
+    indexer: IndexerConfig = FROZEN,
 ) -> tuple[CarryField, ...]:
     """What crosses between the chunks of these stages.
 
     Args:
         rows: t/TP, of this rank's sequence shard; total: T, tokens of the pack.
-        dtype: of the hidden states.
+        dtype: of the hidden states; indexer: how the indexers are trained.
     """
     inner = tuple(not stage.embedding for stage in stages)
     shared = tuple(stage.needs_topk(config) for stage in stages)
     slots = min(config.index_topk, total)
     return (
-        CarryField("hidden", (rows, config.hidden_size), dtype, differentiable=True, stages=inner),
+        CarryField("hidden", (rows, config.hidden_size), dtype, indexer.indexer_training != "warmup", stages=inner),
         CarryField("topk", (rows, slots), torch.int32, differentiable=False, stages=shared, sparse_only=True),
+        *student_fields(indexer, config, shared, rows, total, dtype),
     )
 
 
@@ -58,7 +66,10 @@ class GLMChunk(Chunk):
         model = config.model
         self.config, self.groups, self.kernels = model, groups, config.kernels
         self.layer_ids = stage.layers
-        self.recompute = config.parallel.recompute_granularity
+        # In warm-up the backward needs nothing of the layers: the loss has its gradients when the forward ends.
+        warming = config.indexer.indexer_training == "warmup"
+        self.recompute = "none" if warming else config.parallel.recompute_granularity
+        self.student_names = [field.name for field in student_fields(config.indexer, model, (), 0, 0, torch.float32)]
         vocabulary = (model.vocab_size, model.hidden_size, groups.tp)
         self.embed_tokens = VocabParallelEmbedding(*vocabulary) if stage.embedding else None
         layers: dict[str, nn.Module] = {str(i): DecoderLayer(config, groups, i, dispatcher) for i in stage.layers}
@@ -70,34 +81,47 @@ class GLMChunk(Chunk):
         self.shards = {}
         self.shards = collect_shards(self)
         self.declared = declared(model, {name: info.global_shape for name, info in self.shards.items()})
-        freeze(model, self)
+        freeze(model, self, config.trained_parts)
 
     def forward(self, batch: MicroBatch, carry: Carry) -> tuple[Carry, dict[str, Tensor]]:
         """Run one micro-batch.
 
         Args:
             carry: what the chunk before has returned, see `carry_fields`; empty for the first one.
-                hidden [t/TP, D]; topk [t/TP, K] int32, needed where this chunk starts with a shared layer.
+                hidden [t/TP, D]; topk [t/TP, K] int32, needed where this chunk starts with a shared layer, and
+                so are the tensors of `student_fields`, if indexers are trained.
         Returns:
             the same for the next chunk: topk is this sequence shard's selection, missing where no row needs one. The
             last chunk's hidden states are those before the final norm, and cut from the graph: the loss has it.
-            The losses by name: "lm", fp32 scalar, the SUM of the token losses times its scale, in the last chunk.
+            The losses by name, fp32 scalars, each a SUM times its scale: "lm" of the token losses, in the last chunk;
+            "indexer" of the rows' losses, where a layer teaches an indexer.
         """
         pack = batch.pack
         hidden = carry["hidden"] if self.embed_tokens is None else self.embed_tokens(pack.local(batch.tokens))
         topk = gather_values(carry["topk"], self.groups.tp) if "topk" in carry else None
+        student = tuple(carry[name] for name in self.student_names if name in carry)
+        losses, of_indexers = {}, []
         for layer_id in self.layer_ids:
             layer = self.layers[str(layer_id)]
-            hidden, topk, expert_ids = run_layer(self.recompute, layer, hidden, pack, topk)
+            hidden, topk, expert_ids, student, taught = run_layer(self.recompute, layer, hidden, pack, topk, student)
             if expert_ids is not None:
                 self.router(layer_id).count(expert_ids)
-        losses = {}
+            if taught is not None:
+                of_indexers.append(taught)
+        if of_indexers:
+            losses["indexer"] = self._over_tp(torch.stack(of_indexers).sum() * batch.scale("indexer"))
         if self.lm_head is not None and self.norm is not None and batch.labels is not None:
             labels, size = pack.local(batch.labels), self.kernels.loss_chunk_size
             losses["lm"] = self.lm_head(self.norm(hidden), labels, size, batch.scale("lm"))
         if self.lm_head is not None:
             hidden = hidden.detach()  # a chunk without layers returns its input, and FSDP2 warns of views with a graph
-        return {"hidden": hidden} | ({} if topk is None else {"topk": topk[pack.shard]}), losses
+        carry = {"hidden": hidden} | ({} if topk is None else {"topk": topk[pack.shard]})
+        return carry | dict(zip(self.student_names, student, strict=False)), losses
+
+    def _over_tp(self, loss: Tensor) -> Tensor:
+        """The sum over the TP ranks of what each has of its sequence shard; the gradient stays that of the shard."""
+        others = sum_over(loss.detach().clone(), self.groups.tp) - loss.detach()
+        return loss + others
 
     def router(self, layer_id: int) -> Router:
         """Of a MoE layer."""

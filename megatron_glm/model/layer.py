@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from megatron_glm.config import RunConfig
+from megatron_glm.model.indexer_training import Student
 from megatron_glm.model.mla import MLA
 from megatron_glm.model.mlp import MLP
 from megatron_glm.model.moe import MoE
@@ -21,6 +22,8 @@ class LayerOutput(NamedTuple):
     hidden: Tensor  # [t/TP, D]
     topk: Tensor | None  # [t, K] int32: the selection in force after the layer
     expert_ids: Tensor | None  # [t/TP, K] int64 in a MoE layer
+    student: Student  # of the indexer whose selection is in force; empty where none is trained
+    indexer_loss: Tensor | None  # fp32 scalar, this layer's share of a sum over the rows of the sequence shard
 
 
 class DecoderLayer(nn.Module):
@@ -30,7 +33,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         model, norm = config.model, (config.model.hidden_size, config.model.rms_norm_eps, groups.tp)
         self.input_layernorm = RMSNorm(*norm)
-        self.self_attn = MLA(model, groups, layer, config.kernels.attention_backend)
+        self.self_attn = MLA(config, groups, layer)
         self.post_attention_layernorm = RMSNorm(*norm)
         self.mlp: nn.Module = (
             MoE(model, groups, dispatcher)
@@ -38,13 +41,13 @@ class DecoderLayer(nn.Module):
             else MLP(model.hidden_size, model.intermediate_size, groups.tp)
         )
 
-    def forward(self, x: Tensor, pack: PackRows, topk: Tensor | None) -> LayerOutput:
-        attended, topk = self.self_attn(self.input_layernorm(x), pack, topk)
+    def forward(self, x: Tensor, pack: PackRows, topk: Tensor | None, student: Student = ()) -> LayerOutput:
+        attended, topk, student, loss = self.self_attn(self.input_layernorm(x), pack, topk, student)
         x, normed = self.post_attention_layernorm.add(x, attended)
         if isinstance(self.mlp, MoE):
             out, expert_ids = self.mlp(normed, pack)
-            return LayerOutput(x + out, topk, expert_ids)
-        return LayerOutput(x + self.mlp(normed), topk, None)
+            return LayerOutput(x + out, topk, expert_ids, student, loss)
+        return LayerOutput(x + self.mlp(normed), topk, None, student, loss)
 
 
 class MTPLayer(DecoderLayer):

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megatron_glm.config.model import ModelConfig
+from megatron_glm.config import RunConfig
 from megatron_glm.model.indexer import Indexer
+from megatron_glm.model.indexer_training import Attended, IndexerTeaching, Student
 from megatron_glm.model.norm import RMSNorm
 from megatron_glm.model.pack import PackRows
 from megatron_glm.ops.dense_mla import dense_mla
@@ -27,8 +28,9 @@ from megatron_glm.parallel.streams import beside
 class MLA(nn.Module):
     """Attention of one layer. h = heads of this rank; C latent, R rope, N = qk_nope, V = v_head_dim."""
 
-    def __init__(self, config: ModelConfig, groups: ParallelGroups, layer: int, backend: str) -> None:
+    def __init__(self, run: RunConfig, groups: ParallelGroups, layer: int) -> None:
         super().__init__()
+        config, backend = run.model, run.kernels.attention_backend
         tp, heads = groups.tp, config.num_attention_heads
         if heads % tp.size():
             raise ValueError(
@@ -48,24 +50,50 @@ class MLA(nn.Module):
         self.kv_b_proj = ColumnParallelLinear(self.latent, heads * (self.nope + self.value), tp)
         self.o_proj = RowParallelLinear(heads * self.value, config.hidden_size, tp, kept=True)
         self.indexer = Indexer(config, tp, groups.tp_cp, backend) if config.has_indexer(layer) else None
+        teaches = run.indexer.indexer_training != "off" and layer < config.num_hidden_layers
+        self.teaching = IndexerTeaching(run.indexer, config, layer, groups, backend) if teaches else None
 
-    def forward(self, x: Tensor, pack: PackRows, topk: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, pack: PackRows, topk: Tensor | None, student: Student = ()
+    ) -> tuple[Tensor, Tensor | None, Student, Tensor | None]:
         """Attend.
 
         Args:
             x: [t/TP, D] normalised hidden states of the sequence shard.
             topk: [t, K] int32 selection of the nearest earlier full layer; a full layer replaces it.
+            student: of the same layer, see `indexer_training`; empty where no indexer is trained.
         Returns:
-            [t/TP, D] and the selection in force after this layer. Rows of padding give zero.
+            [t/TP, D], where rows of padding are zero; selection and student in force after this layer; and its share
+            of the indexer's loss, if it teaches.
         """
         cp_without_tp = self.groups.cp.size() > 1 and self.groups.tp.size() == 1  # q communicates under TP
         kv = beside(cp_without_tp, lambda x: self._latents(x, pack), x)
         qr = self.q_a_layernorm(self.q_a_proj(x))
-        if (indexer := self.indexer) is not None and pack.sparse is not None:
+        teaching = self.teaching if torch.is_grad_enabled() else None
+        if (indexer := self.indexer) is not None and teaching is not None:
+            topk, student = self._choose(indexer, teaching, x, qr, pack)
+        elif indexer is not None and pack.sparse is not None:
             topk = keep_choice(lambda: indexer(x, qr, pack))
         q = self.q_b_proj(gather_rows(qr, self.groups.tp)).view(-1, self.heads, self.nope + self.rope)
-        out = self.attend(q, kv(), topk, pack).flatten(1)
-        return self.o_proj(out), topk
+        latents, loss = kv(), None
+        out, attended = self.attend(q, latents, topk, pack)
+        if teaching is not None and teaching.weight:
+            to_key, _ = self._absorbed_weights()
+            loss = teaching.loss(student, attended, latents, to_key, topk, pack)
+        return self.o_proj(out.flatten(1)), topk, student, loss
+
+    def _choose(
+        self, indexer: Indexer, teaching: IndexerTeaching, x: Tensor, qr: Tensor, pack: PackRows
+    ) -> tuple[Tensor | None, Student]:
+        """Selection and student of an indexer that is trained."""
+        query, shard_key, weight = indexer.features(x, qr, pack)
+        key = gather_pack(shard_key, self.groups.tp_cp, pack.order)
+        topk = None if pack.sparse is None else keep_choice(lambda: indexer.select(query, key, weight, pack))
+        return topk, teaching.student(query, shard_key, key, weight, topk, pack)
+
+    def _absorbed_weights(self) -> tuple[Tensor, ...]:
+        """kv_b_proj's weight by head: [h, N, C], that makes keys of latents, and [h, V, C], values."""
+        return self.kv_b_proj.weight.view(self.heads, -1, self.latent).split((self.nope, self.value), dim=1)
 
     def _latents(self, x: Tensor, pack: PackRows) -> Tensor:
         """Keys of the whole pack, `[c | k_rope]` [T, C+R] in pack order."""
@@ -73,22 +101,27 @@ class MLA(nn.Module):
         kv = torch.cat((self.kv_a_layernorm(c), apply_rope(k_rope, *pack.shard_rope)), dim=-1)
         return gather_pack(kv, self.groups.tp_cp, pack.order)
 
-    def attend(self, q: Tensor, kv: Tensor, topk: Tensor | None, pack: PackRows) -> Tensor:
+    def attend(self, q: Tensor, kv: Tensor, topk: Tensor | None, pack: PackRows) -> tuple[Tensor, list[Attended]]:
         """Queries [t, h, N+R] as projected, which may be overwritten, latents [T, C+R], selection [t, K] -> [t, h, V].
+
+        Also the queries of each form, rotated, with their lse.
 
         Dense rows expand keys and values for each head; sparse rows take the query into the latent space.
         """
         dense, sparse, weight = pack.dense, pack.sparse, self.kv_b_proj.weight
         to_key = to_value = out_dense = out_sparse = None
+        attended = []
         if sparse is not None:
-            to_key, to_value = weight.view(self.heads, -1, self.latent).split((self.nope, self.value), dim=1)
+            to_key, to_value = self._absorbed_weights()
         q_dense, q_sparse = queries(q, pack.rope, pack.rows, to_key)
         if dense is not None:
             assert q_dense is not None
             k, v = expanded_keys(kv, weight, dense.keys, self.heads, self.nope)
-            out_dense, _ = dense_mla(q_dense, k, v, dense.segments, self.scale, self.backend)
+            out_dense, lse = dense_mla(q_dense, k, v, dense.segments, self.scale, self.backend)
+            attended.append(Attended(dense.rows, q_dense, lse, absorbed=False))
         if sparse is not None:
             assert q_sparse is not None and topk is not None, "a shared layer needs the selection of the one before"
             idx = topk[sparse.rows]
-            out_sparse, _ = sparse_mla(q_sparse, kv, idx, sparse.length, self.latent, self.scale, self.backend)
-        return outputs(q.shape[0], pack.rows, out_dense, out_sparse, to_value)
+            out_sparse, lse = sparse_mla(q_sparse, kv, idx, sparse.length, self.latent, self.scale, self.backend)
+            attended.append(Attended(sparse.rows, q_sparse, lse, absorbed=True))
+        return outputs(q.shape[0], pack.rows, out_dense, out_sparse, to_value), attended

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_glm.config.model import ModelConfig
 from megatron_glm.ops.indexer import key_segments
+from megatron_glm.ops.indexer_loss import Chunk, key_chunks
 from megatron_glm.ops.rope import rope_tables
 from megatron_glm.ops.rows import Rows, RowsByForm
 from megatron_glm.ops.upload import upload
@@ -53,6 +54,9 @@ class PackRows:
     order: PackOrder | None  # puts gathered rows into pack order
     shard: slice  # this TP rank's part of the local rows
     rope: tuple[Tensor, Tensor]  # cos, sin [t, R/2]
+    start: Tensor  # int32 [t], the range of pack positions that a local row may see; empty for padding
+    end: Tensor  # int32 [t]
+    chunks: list[Chunk]  # rows of the sequence shard and their keys, as `ops.indexer_loss.key_chunks` cuts them
     valid: Tensor | None  # bool [t/TP]: rows of the shard that are no padding; None = all
     dense: DenseRows | None
     sparse: SparseRows | None
@@ -89,7 +93,7 @@ class PackRows:
 
         Args:
             dense_rows: "auto" lets rows that see at most index_topk keys run as dense attention where that is faster,
-                "short" only where all documents are that short, "off" none.
+                "short" only where all documents are that short, "off" none; with "all" every row is dense.
         Raises:
             ValueError: if the rows do not split over the ranks, or the documents are longer than the pack.
         """
@@ -107,12 +111,15 @@ class PackRows:
         dense = sparse = None
         apart = _has_dense_rows(doc_lengths, config.index_topk, dense_rows)
         if apart:
-            dense = _dense_rows(doc_lengths, ranges, config.index_topk, device)
+            longest = total if dense_rows == "all" else config.index_topk
+            dense = _dense_rows(doc_lengths, ranges, longest, device)
         start, position, local_valid = (torch.cat([x[slice(*r)] for r in ranges]) for x in (start, position, valid))
         if has_sparse_rows(config, doc_lengths, dense_rows):
             chosen = local_valid & (position >= config.index_topk) if apart else local_valid
             sparse = _sparse_rows(chosen, start, position, shard, config.index_topk, device)
         order = pack_order(total, cp_size)
+        seen = start + (position + 1) * local_valid
+        by_rank = [x.view(tp_size, -1) for x in (start, seen)]
         return cls(
             total=total,
             slots=min(config.index_topk, total),
@@ -120,6 +127,9 @@ class PackRows:
             order=None if order is None else PackOrder(*upload(torch.stack(order), device)),
             shard=shard,
             rope=_rope(position, max(doc_lengths, default=0), config, device),
+            start=upload(start.int(), device),
+            end=upload(seen.int(), device),
+            chunks=key_chunks(*by_rank) if dense_rows == "all" else [],
             valid=None if sum(doc_lengths) == total else upload(local_valid[shard], device),
             dense=dense,
             sparse=sparse,
@@ -131,7 +141,8 @@ def has_sparse_rows(config: ModelConfig, doc_lengths: tuple[int, ...], dense_row
 
     A pack of nothing but padding has one too (an empty one): its gradients must join the collectives.
     """
-    return dense_rows == "off" or not 0 < max(doc_lengths, default=0) <= config.index_topk
+    longest = max(doc_lengths, default=0)
+    return dense_rows == "off" or longest == 0 or (dense_rows != "all" and longest > config.index_topk)
 
 
 def _has_dense_rows(doc_lengths: tuple[int, ...], index_topk: int, dense_rows: str) -> bool:
@@ -144,6 +155,8 @@ def _has_dense_rows(doc_lengths: tuple[int, ...], index_topk: int, dense_rows: s
     dense = sum(doc_lengths) - sum(long)
     if dense_rows == "off" or dense == 0:
         return False
+    if dense_rows == "all":
+        return True
     if dense_rows == "short":
         return not long
     return len(long) < 2 or 0.13 * sum(long) <= 0.36 * dense

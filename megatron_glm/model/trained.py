@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
@@ -10,17 +10,24 @@ from torch import nn
 from megatron_glm.config.model import ModelConfig
 from megatron_glm.config.parameters import model_parameters
 
+TRUNK = frozenset({"trunk"})
 
-def is_trained(config: ModelConfig, name: str) -> bool:
-    """Whether training changes the parameter of this canonical name: all but indexers and MTP layers."""
+
+def part_of(config: ModelConfig, name: str) -> str:
+    """Which part of the model the parameter of this canonical name is in: "mtp", "indexer" or "trunk"."""
     parameter = model_parameters(config)[name]
-    return parameter.part != "indexer" and not parameter.mtp
+    return "mtp" if parameter.mtp else "indexer" if parameter.part == "indexer" else "trunk"
 
 
-def freeze(config: ModelConfig, chunk: nn.Module) -> None:
+def is_trained(config: ModelConfig, name: str, parts: Collection[str] = TRUNK) -> bool:
+    """Whether training changes the parameter of this canonical name, where it trains these parts (`part_of`)."""
+    return part_of(config, name) in parts
+
+
+def freeze(config: ModelConfig, chunk: nn.Module, parts: Collection[str]) -> None:
     """Marks the parameters that training leaves as they are: no gradient, hence no moments and no fp32 master."""
     for name, parameter in chunk.named_parameters():
-        parameter.requires_grad_(is_trained(config, name))
+        parameter.requires_grad_(is_trained(config, name, parts))
 
 
 def hold_as_stored(chunk: nn.Module, stored: Mapping[str, torch.dtype]) -> None:

@@ -143,7 +143,7 @@ def key_chunks(start: Tensor, end: Tensor) -> list[Chunk]:
 
     Args:
         start, end: [ranks, rows] int64 on the host, the keys that each row sees, of all ranks that share the heads:
-            they work on the same chunks. A chunk's keys are those that any of its rows sees; without any it is left out.
+            they work on the same chunks. Its keys are those that any of its rows sees; a chunk without any is left out.
     """
     ranks, rows = start.shape
     seen = end > start

@@ -106,7 +106,7 @@ class Plan:
         return make_dispatcher(self.config, ParallelGroups.of_sizes(self.grid))
 
     def units(self, stage: Stage) -> tuple[FsdpUnit, ...]:
-        return stage_units(self.config.model, self.grid, stage)
+        return stage_units(self.config.model, self.grid, stage, self.config.trained_parts)
 
     def rank_units(self, pp_rank: int) -> list[FsdpUnit]:
         return [unit for stage in self.layout.of_rank(pp_rank) for unit in self.units(stage)]

@@ -8,7 +8,7 @@ from functools import cache
 
 from megatron_glm.config import ModelConfig
 from megatron_glm.config.parameters import Parameter, model_parameters
-from megatron_glm.model.trained import is_trained
+from megatron_glm.model.trained import TRUNK, is_trained
 from megatron_glm.parallel.fsdp import shard_dim
 from megatron_glm.parallel.grid import Grid
 from megatron_glm.parallel.pipeline.layout import Stage
@@ -57,13 +57,13 @@ def _shard(shape: tuple[int, ...], index: int, size: int) -> int:
 
 
 @cache
-def stage_units(model: ModelConfig, grid: Grid, stage: Stage) -> tuple[FsdpUnit, ...]:
-    """The FSDP units of one virtual stage; see `fsdp.shard_chunk`."""
+def stage_units(model: ModelConfig, grid: Grid, stage: Stage, parts: frozenset[str] = TRUNK) -> tuple[FsdpUnit, ...]:
+    """The FSDP units of one virtual stage where these parts are trained; see `fsdp.shard_chunk`."""
     units: dict[tuple[int | None, str], list[Parameter]] = {}
     for parameter in model_parameters(model).values():
         if parameter.kind != "buffer" and _holds(stage, parameter):
             units.setdefault((parameter.layer, parameter.fsdp_unit), []).append(parameter)
-    return tuple(_unit(model, grid, kind, members) for (_, kind), members in units.items())
+    return tuple(_unit(model, grid, kind, members, parts) for (_, kind), members in units.items())
 
 
 def _holds(stage: Stage, parameter: Parameter) -> bool:
@@ -72,10 +72,10 @@ def _holds(stage: Stage, parameter: Parameter) -> bool:
     return stage.mtp if parameter.mtp else parameter.layer in stage.layers
 
 
-def _unit(model: ModelConfig, grid: Grid, kind: str, members: list[Parameter]) -> FsdpUnit:
+def _unit(model: ModelConfig, grid: Grid, kind: str, members: list[Parameter], parts: frozenset[str]) -> FsdpUnit:
     shapes: dict[bool, list[tuple[int, ...]]] = {True: [], False: []}
     for parameter in members:
-        shapes[is_trained(model, parameter.name)].append(_local_shape(parameter, grid))
+        shapes[is_trained(model, parameter.name, parts)].append(_local_shape(parameter, grid))
     return FsdpUnit(kind, not members[0].mtp, tuple(shapes[True]), tuple(shapes[False]))
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from megatron_glm.config import RunConfig
+from megatron_glm.config.indexer import FROZEN
 from megatron_glm.data.packing import IGNORE, PackedBatch
 from megatron_glm.model.glm import GLMChunk, carry_fields
 from megatron_glm.model.micro_batch import MicroBatch
@@ -21,8 +22,16 @@ from megatron_glm.parallel.pipeline.runner import Losses, Runner
 from megatron_glm.training.initialize import current_device, pipeline_layout
 
 LM = "lm"  # the cross entropy of the next token
-# The losses of a step, each with what a pack adds to its count: a loss is a sum divided by its count in the whole step.
-LOSSES = {LM: lambda batch: batch.loss_tokens}
+INDEXER = "indexer"  # how far the indexers' choices are from the attention
+
+
+def losses_of(config: RunConfig) -> dict[str, Callable[[PackedBatch], int]]:
+    """The losses of a step, each with what a pack adds to its count: a loss is a sum divided by the step's count."""
+    losses: dict[str, Callable[[PackedBatch], int]] = {LM: lambda batch: batch.loss_tokens}
+    if config.indexer.indexer_training != "off":
+        fewest = config.model.index_topk if config.indexer.indexer_loss_rows == "sparse" else 0
+        losses[INDEXER] = lambda batch: sum(max(0, length - fewest) for length in batch.doc_lengths)
+    return losses
 
 
 class Engine:
@@ -68,7 +77,11 @@ class Engine:
             return self.chunks[chunk](batch, carry)
 
         runner = Runner(
-            schedule, self.groups.pp.rank(), self._transport, self._fields(len(batches[0].tokens)), self.device
+            schedule,
+            self.groups.pp.rank(),
+            self._transport,
+            self._fields(len(batches[0].tokens), training),
+            self.device,
         )
         sparse = [has_sparse_rows(config.model, batch.doc_lengths, config.dense_rows) for batch in batches]
         return runner.run(forward, self._before_gradients, self._after_weights, sparse)
@@ -82,11 +95,12 @@ class Engine:
         if last or self.config.parallel.grad_sync == "every":
             reduce_gradients(self.chunks[chunk], last)
 
-    def _fields(self, total: int) -> tuple[CarryField, ...]:
+    def _fields(self, total: int, training: bool) -> tuple[CarryField, ...]:
         """What crosses between stages, for packs of `total` tokens."""
+        indexer = self.config.indexer if training else FROZEN
         rows = total // (self.groups.cp.size() * self.groups.tp.size())
         dtype = torch.bfloat16 if self.config.train.bf16 else torch.float32
-        return carry_fields(self.config.model, self._layout.stages, rows, total, dtype)
+        return carry_fields(self.config.model, self._layout.stages, rows, total, dtype, indexer)
 
     def _micro_batch(self, batch: PackedBatch, scales: dict[str, float]) -> MicroBatch:
         groups = self.groups

@@ -20,7 +20,7 @@ from megatron_glm.model.router import update_router_biases
 from megatron_glm.parallel.fsdp import local, reduce_partial_gradients
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.pipeline.runner import Losses
-from megatron_glm.training.engine import LM, LOSSES, Engine
+from megatron_glm.training.engine import LM, Engine, losses_of
 from megatron_glm.training.optimizer import AdamW, clipping, gradient_norm, gradient_squares, trained_parameters
 from megatron_glm.training.statistics import observe, statistics
 
@@ -152,7 +152,7 @@ def count(
 ) -> StepCounts:
     """Counts of the whole step, and what any rank requests: one all-reduce on the host."""
     lengths = [length for batch in batches for length in batch.doc_lengths]
-    mine = [sum(map(of_pack, batches)) for of_pack in LOSSES.values()]
+    mine = [sum(map(of_pack, batches)) for of_pack in losses_of(config).values()]
     mine += [sum(lengths), training_flops(config.model, lengths)]
     counts_here = groups.tp_cp.rank() == 0 and groups.pp.rank() == 0  # the ranks of one replica have the same batches
     # fp64, because FLOPs pass 2^63 from 248 packs of 131,072 tokens on; they are rounded. Tokens are exact up to 2^53.
@@ -160,16 +160,19 @@ def count(
     dist.all_reduce(totals, group=groups.gloo_world)
     numbers = list(map(int, totals.tolist()))
     *of_losses, tokens, flops = numbers[: len(mine)]
-    return StepCounts(dict(zip(LOSSES, of_losses, strict=True)), tokens, flops, Requests(*numbers[len(mine) :]))
+    return StepCounts(
+        dict(zip(losses_of(config), of_losses, strict=True)), tokens, flops, Requests(*numbers[len(mine) :])
+    )
 
 
 def sum_over_ranks(engine: Engine, found: Sequence[Losses]) -> dict[str, float]:
     """Each loss, summed over micro-batches and ranks. It is the same on all tensor-parallel ranks, and counts once."""
-    totals = torch.zeros(len(LOSSES), dtype=torch.float64, device=engine.device)
-    for i, name in enumerate(LOSSES):
+    names = list(losses_of(engine.config))
+    totals = torch.zeros(len(names), dtype=torch.float64, device=engine.device)
+    for i, name in enumerate(names):
         for losses in found:
             if name in losses:
                 totals[i] += losses[name].double()
     totals /= engine.groups.tp.size()
     dist.all_reduce(totals, group=engine.groups.world)
-    return dict(zip(LOSSES, totals.tolist(), strict=True))
+    return dict(zip(names, totals.tolist(), strict=True))

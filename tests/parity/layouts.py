@@ -23,6 +23,7 @@ class Result:
     """On rank 0: everything of the run by canonical name; on the others: nothing."""
 
     losses: list[float] = field(default_factory=list)
+    indexer_losses: list[float | None] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)  # of the first step
     parameters: dict[str, Tensor] = field(default_factory=dict)  # after the last step, buffers included
@@ -110,6 +111,7 @@ def train(config: RunConfig, steps: int = 3, make_pack=pack, copies_agree: bool 
             batches = [make_pack(config.model, config.train.seed, step, index) for index in mine]
             outcome = train_step(engine, optimizer, batches, config.optimizer.lr)
             result.losses.append(outcome.losses["lm"])
+            result.indexer_losses.append(outcome.losses.get("indexer"))
             result.norms.append(outcome.grad_norm)
     result.gap = seen.gap
     found = {n: (t, c.shards[n]) for c in chunks for n, t in c.state_dict().items()}

@@ -223,7 +223,7 @@ def saved_bytes(model: ModelConfig, tokens: int) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         topk, outputs = None, hidden
         for layer in chunk.layers.values():
-            outputs, topk, _ = layer(outputs, plan, topk)
+            outputs, topk, *_ = layer(outputs, plan, topk)
     assert outputs.requires_grad
     return sum(size for pointer, size in storages.items() if pointer not in weights)
 

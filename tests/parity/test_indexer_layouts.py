@@ -1,0 +1,83 @@
+"""The indexer trains in every layout as in one process: its loss, every gradient, the parameters after three steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from megatron_glm.config import IndexerConfig, ParallelConfig, RunConfig
+from tests import distributed
+from tests.parity.layouts import GAP, Result, parity_model, run_config, train, train_layouts
+from tests.parity.test_layouts import EVERY, FULL, SELECTIVE, compare, layout
+from tests.reference import single_groups
+
+pytestmark = pytest.mark.timeout(300)
+
+TRAINING = {
+    "sparse": IndexerConfig("sparse", dsa_indexer_loss_coeff=0.1),
+    "warmup": IndexerConfig("warmup", dsa_indexer_loss_coeff=0.1),
+    "own": IndexerConfig("sparse", "own", dsa_indexer_loss_coeff=0.1, indexer_loss_rows="sparse"),
+}
+# Groups of layers 0-2 and 3: two stages cut the first one.
+GRID = {
+    2: {
+        "tp2": ("sparse", "warmup", "own"),
+        "cp2": ("sparse", "warmup"),
+        "pp2": ("sparse", "warmup", "own"),
+        "dp2": ("sparse", "warmup"),
+        "pp2 vp2 full recompute": ("sparse",),
+        "tp2 selective recompute": ("sparse",),
+    },
+    4: {"tp2 cp2": ("sparse", "warmup"), "tp2 pp2 vp2 zero-bubble": ("sparse",), "dp2 pp2 vp2": ("sparse", "warmup")},
+}
+LAYOUTS = {
+    "tp2": layout(tp=2),
+    "cp2": layout(cp=2, **EVERY),
+    "pp2": layout(pp=2),
+    "dp2": layout(),
+    "pp2 vp2 full recompute": layout(pp=2, vp=2, **FULL),
+    "tp2 selective recompute": layout(tp=2, **SELECTIVE),
+    "tp2 cp2": layout(tp=2, cp=2),
+    "tp2 pp2 vp2 zero-bubble": layout(tp=2, pp=2, vp=2, pipeline_schedule="zero-bubble"),
+    "dp2 pp2 vp2": layout(pp=2, vp=2),
+}
+
+
+def configuration(mode: str, parallel: ParallelConfig, seed: int) -> RunConfig:
+    config = replace(run_config(parity_model(4), parallel, 4, seed), indexer=TRAINING[mode])
+    rate = 0.0 if mode == "warmup" else config.optimizer.moe_router_bias_update_rate
+    return replace(config, optimizer=replace(config.optimizer, moe_router_bias_update_rate=rate))
+
+
+@cache
+def reference(mode: str) -> tuple[int, Result]:
+    single_groups()
+    for seed in range(20):
+        result = train(configuration(mode, ParallelConfig(), seed))
+        if result.gap >= GAP:
+            return seed, result
+    raise AssertionError(f"no seed of 20 gives selections that are clear by {GAP}")
+
+
+@cache
+def outcome(world_size: int) -> dict[str, Result]:
+    cases = [
+        (f"{name}, {mode}", configuration(mode, LAYOUTS[name][1], reference(mode)[0]))
+        for name, modes in GRID[world_size].items()
+        for mode in modes
+    ]
+    return distributed.run(world_size, train_layouts, cases, timeout=200)[0]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "name", "mode"),
+    [(size, name, mode) for size, names in GRID.items() for name, modes in names.items() for mode in modes],
+)
+def test_layout_trains_the_indexer_as_one_process(world_size, name, mode):
+    result, expected = outcome(world_size)[f"{name}, {mode}"], reference(mode)[1]
+    compare(result, expected)
+    assert result.indexer_losses == pytest.approx(expected.indexer_losses, rel=1e-5)
+    indexers = {name for name in expected.gradients if ".indexer." in name}
+    assert len(indexers) == 10 and (mode != "warmup" or set(expected.gradients) == indexers)
