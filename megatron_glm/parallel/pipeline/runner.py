@@ -78,7 +78,9 @@ class Runner:
             heartbeat.beat()
             if action.kind == FORWARD:
                 made = self._forward(action, forward, mailbox)
-                found[action.micro_batch] |= {name: loss.detach() for name, loss in made.losses.items()}
+                losses = found[action.micro_batch]  # several stages of this rank may have a part of the same loss
+                for name, loss in made.losses.items():
+                    losses[name] = losses[name] + loss.detach() if name in losses else loss.detach()
                 if not self.schedule.forward_only:
                     live[action[1:]] = made
                 del made  # the graph of a micro-batch ends with its backward
