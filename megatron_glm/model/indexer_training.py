@@ -55,14 +55,18 @@ def student_fields(
     if config.indexer_training == "off" or config.indexer_teacher == "own":
         return ()
     heads, dim = model.index_n_heads, model.index_head_dim
-    fields = {"index_log_probs": ((rows, min(model.index_topk, total)), torch.float32)}
+    fields: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "index_log_probs": ((rows, min(model.index_topk, total)), torch.float32)
+    }
     if config.indexer_training == "warmup":
         fields = {
             "index_query": ((rows, heads, dim), dtype),
             "index_key": ((rows, dim), dtype),
             "index_weight": ((rows, heads), torch.float32),
         }
-    return tuple(CarryField(name, *field, differentiable=True, stages=stages) for name, field in fields.items())
+    return tuple(
+        CarryField(name, shape, kind, differentiable=True, stages=stages) for name, (shape, kind) in fields.items()
+    )
 
 
 class IndexerTeaching:
@@ -105,7 +109,8 @@ class IndexerTeaching:
         kv, to_key = kv.detach(), to_key.detach()
         if self.config.indexer_training == "sparse":
             teacher = self._selected_teacher(attended, kv, to_key, self._keys(topk, pack))
-            return self.weight * selected_kl(*student, teacher, self.config.coefficient)
+            (log_probs,) = student
+            return self.weight * selected_kl(log_probs, teacher, self.config.coefficient)
         return self.weight * self._dense_loss(student, attended, kv, to_key, pack)
 
     def _keys(self, topk: Tensor | None, pack: PackRows) -> Tensor:
