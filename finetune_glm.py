@@ -37,37 +37,10 @@ def run(config: RunConfig) -> None:
     say(describe(config, config.logging.verbose))
     one_thread_on_a_cpu()
     # Importing torch takes a second or more: it happens here, after the flags are checked.
-    from megatron_glm.training.agreement import require_same_data
-    from megatron_glm.training.checkpointing import load_checkpoint
     from megatron_glm.training.datasets import finetuning_data
-    from megatron_glm.training.engine import Engine
-    from megatron_glm.training.initialize import build_chunks, choose_backend, initialize
-    from megatron_glm.training.logging import log
-    from megatron_glm.training.loop import is_finished, report_losses, total_iterations, train
-    from megatron_glm.training.optimizer import build_optimizer
-    from megatron_glm.training.turns import once_per_node
+    from megatron_glm.training.run import run_training
 
-    config = choose_backend(config)
-    groups = initialize(config)
-    data = finetuning_data(config, once_per_node(groups.gloo_world), log)
-    require_same_data(groups.checkpoint, **data.by_name)
-    test = {} if data.test is None else {"test": data.test}
-    finished = not config.train.eval_only and is_finished(config, data.train)
-    if finished and not test:
-        return
-    chunks = build_chunks(config, groups)
-    engine = Engine(config, groups, chunks)
-    if config.train.eval_only or finished:
-        load_checkpoint(config, chunks, None, groups)
-        sets = {} if config.data.holds_out else {"eval": data.train}
-        report_losses(engine, test if finished else sets | data.valid | test)
-        return
-
-    optimizer = build_optimizer(chunks, config.optimizer)
-    progress = load_checkpoint(config, chunks, optimizer, groups, data.train)
-    train(engine, optimizer, data.train, data.valid, progress)
-    if progress.iteration >= total_iterations(config, data.train, progress):
-        report_losses(engine, test)
+    run_training(config, finetuning_data)
 
 
 def check_data(config: RunConfig) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_glm.launch import one_line_errors
-from megatron_glm.training import initialize as initialization
+from megatron_glm.training import run as training_run
 from tests.distributed import close_groups
 
 SHAPE = {
@@ -63,13 +63,13 @@ def run_script(script: ModuleType, flags: dict[str, Any]) -> None:
         if value:
             values = [] if value is True else value if isinstance(value, list) else [value]
             words += [f"--{name}", *map(str, values)]
-    initialize, made = initialization.initialize, []
+    initialize, made = training_run.initialize, []
 
     def noted(config):
         made.append(initialize(config))
         return made[0]
 
-    with patch.object(sys, "argv", words), patch.object(initialization, "initialize", noted):
+    with patch.object(sys, "argv", words), patch.object(training_run, "initialize", noted):
         try:
             script.main()
         finally:

@@ -230,7 +230,7 @@ def measure_step(config: RunConfig, flags: argparse.Namespace) -> dict:
         "peak_bytes_above_weights_and_gradients": None if peak is None else peak - held,
     }
     if "with_optimizer" in given:
-        optimizer = build_optimizer(bench.chunks, config.optimizer)
+        optimizer = build_optimizer(config.optimizer, bench.chunks)
         whole = bench.slowest(lambda: bench.whole_step(optimizer), rounds)
         result |= {"ms_step": whole * 1e3, "ms_optimizer": (whole - both) * 1e3}
         result["tokens_per_second_per_gpu_with_optimizer"] = tokens / whole / ranks

@@ -43,7 +43,7 @@ flatten, unflatten, shape_and_offset, *_ = private(
 )
 
 
-def shard_chunk(chunk: Chunk, groups: ParallelGroups, parallel: ParallelConfig, bf16: bool) -> None:
+def shard_chunk(parallel: ParallelConfig, groups: ParallelGroups, chunk: Chunk, bf16: bool) -> None:
     """Shard a chunk of layers in place.
 
     Args:

@@ -60,14 +60,14 @@ class Saver:
     def __init__(
         self,
         config: RunConfig,
+        groups: ParallelGroups,
         chunks: Sequence[GLMChunk],
         optimizer: AdamW,
-        groups: ParallelGroups,
         progress: Progress,
         data: MicroBatches,
     ) -> None:
         self.data_order = data_order(config, data)
-        self.config, self.chunks, self.optimizer, self.groups = config, chunks, optimizer, groups
+        self.config, self.groups, self.chunks, self.optimizer = config, groups, chunks, optimizer
         self.hf_files = None if config.hf_folder is None else Path(config.hf_folder)
         self.saved: int | None = progress.iteration  # on disk, or being written; a run starts with nothing to save
         self.host_copy: HostCopy | None = None
@@ -213,9 +213,9 @@ def refuse_not_finite(rectangles: Sequence[Rectangle], error: Exception | None =
 
 def load_checkpoint(
     config: RunConfig,
-    chunks: Sequence[GLMChunk],
-    optimizer: AdamW | None,
     groups: ParallelGroups,
+    chunks: Sequence[GLMChunk],
+    optimizer: AdamW | None = None,
     data: MicroBatches | None = None,
 ) -> Progress:
     """Fill model and optimizer from the latest checkpoint of --load, or the model from the folder --load-hf.

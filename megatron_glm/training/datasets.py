@@ -23,19 +23,33 @@ Log = Callable[[str], None]
 
 @dataclass
 class DataSets:
-    """`train` is None where a pre-training run only evaluates."""
+    """`train` is None where a pre-training run only evaluates; evaluates_train: --eval-only reports it, too."""
 
     train: MicroBatches | None = None
     valid: dict[str, MicroBatches] = field(default_factory=dict)  # by name; UNNAMED_SET for one without
     test: MicroBatches | None = None
+    evaluates_train: bool = False
+
+    @property
+    def tested(self) -> dict[str, MicroBatches]:
+        """What a finished run reports the loss of."""
+        return {} if self.test is None else {"test": self.test}
+
+    @property
+    def evaluated(self) -> dict[str, MicroBatches]:
+        """What --eval-only reports the loss of."""
+        train = {} if self.train is None or not self.evaluates_train else {"eval": self.train}
+        return train | self.valid | self.tested
 
     @property
     def by_name(self) -> dict[str, MicroBatches]:
         """All of them."""
-        sets = {name: data for name, data in (("train", self.train), ("test", self.test)) if data is not None}
-        return sets | {
-            name if name == UNNAMED_SET else f"{UNNAMED_SET} {name}": self.valid[name] for name in self.valid
-        }
+        sets = {} if self.train is None else {"train": self.train}
+        return (
+            sets
+            | self.tested
+            | {name if name == UNNAMED_SET else f"{UNNAMED_SET} {name}": self.valid[name] for name in self.valid}
+        )
 
 
 def pretraining_data(config: RunConfig, once: Once, log: Log) -> DataSets:
@@ -72,7 +86,7 @@ def finetuning_data(config: RunConfig, once: Once, log: Log) -> DataSets:
     valid = {UNNAMED_SET: made["valid"]} if "valid" in made else {}
     for name, paths in validation_sets(data.valid_data_path).items():
         valid[name] = source.packs("--valid-data-path", paths, part=name)
-    return DataSets(made["train"], valid, made.get("test"))
+    return DataSets(made["train"], valid, made.get("test"), evaluates_train=list(made) == ["train"])
 
 
 class _RowSource:

@@ -115,7 +115,7 @@ def build_chunks(
             chunk = GLMChunk(config, groups, stage, dispatcher)
         heartbeat.beat()
         hold_as_stored(chunk, stored)
-        shard_chunk(chunk, groups, config.parallel, config.train.bf16)
+        shard_chunk(config.parallel, groups, chunk, config.train.bf16)
         chunk.to_empty(device=current_device())
         if config.checkpoint.load is None and config.checkpoint.load_hf is None:
             draw(chunk, config.train.seed)

@@ -51,11 +51,11 @@ def train(
     skips = 0
     with (
         signals.noted(config.checkpoint.save is not None, groups.gloo_world.size()),
-        Saver(config, engine.chunks, optimizer, groups, progress, data) as saver,
-        IterationLog(config.logging, first, train_iters, open_sinks(config, progress, groups)) as iteration_log,
+        Saver(config, groups, engine.chunks, optimizer, progress, data) as saver,
+        IterationLog(config.logging, first, train_iters, open_sinks(config, groups, progress)) as iteration_log,
         Profiler(config.logging) as profiler,
         garbage_collection(config.train),
-        closing(one_ahead(training_steps(config, data, groups, progress, train_iters))) as steps,
+        closing(one_ahead(training_steps(config, groups, data, progress, train_iters))) as steps,
     ):
         while progress.iteration < train_iters:
             profiler.at(progress.iteration)
@@ -63,7 +63,7 @@ def train(
             start = time.perf_counter()
             batches = next(steps)
             heartbeat.beat()  # ahead of a rank that still waits for its data
-            counts = count(config, groups, batches, requests(config, saver, groups, progress.iteration > first))
+            counts = count(config, groups, batches, requests(config, groups, saver, progress.iteration > first))
             signals.all_train()
             if counts.requests.save_failed:
                 saver.wait()
@@ -124,7 +124,7 @@ def evaluate_once(engine: Engine, data: MicroBatches) -> tuple[float, int]:
         return evaluate(engine, steps)
 
 
-def requests(config: RunConfig, saver: Saver, groups: ParallelGroups, trained: bool) -> Requests:
+def requests(config: RunConfig, groups: ParallelGroups, saver: Saver, trained: bool) -> Requests:
     """What this rank asks for; only the first one looks for the file, and only when there is something to save."""
     save = config.checkpoint.save
     looks = save is not None and trained and groups.gloo_world.rank() == 0
@@ -213,7 +213,7 @@ def collect_garbage(train: TrainConfig, iteration: int) -> None:
 
 
 def training_steps(
-    config: RunConfig, data: MicroBatches, groups: ParallelGroups, start: Progress, train_iters: int
+    config: RunConfig, groups: ParallelGroups, data: MicroBatches, start: Progress, train_iters: int
 ) -> Iterator[list[PackedBatch]]:
     """This rank's micro-batches of each step after `start`."""
     consumed_samples = start.consumed_samples

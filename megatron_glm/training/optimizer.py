@@ -81,7 +81,7 @@ class AdamW(torch.optim.AdamW):
             adamw(*tensors, held_copy(parameter), state["step"], rate, decay, betas, eps, scale)
 
 
-def build_optimizer(chunks: Iterable[GLMChunk], config: OptimizerConfig) -> AdamW:
+def build_optimizer(config: OptimizerConfig, chunks: Iterable[GLMChunk]) -> AdamW:
     """AdamW over the parameters that require a gradient; its state exists from the start, so that a load can fill it.
 
     Vectors (norms, biases) have no weight decay. One parameter group holds parameters of one mesh (experts are sharded

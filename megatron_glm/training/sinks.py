@@ -28,7 +28,7 @@ def require_packages(logging: LoggingConfig) -> None:
             raise ValueError(f"{flag} {value} needs the package {package}: pip install -e '.[logging]'")
 
 
-def open_sinks(config: RunConfig, progress: Progress, groups: ParallelGroups) -> list[Sink]:
+def open_sinks(config: RunConfig, groups: ParallelGroups, progress: Progress) -> list[Sink]:
     """The sinks that were asked for, ready for the iteration after `progress`; none but on the first rank.
 
     Raises: ValueError or OSError, on all ranks, if one cannot be written.
@@ -38,7 +38,7 @@ def open_sinks(config: RunConfig, progress: Progress, groups: ParallelGroups) ->
     def open_all(_: list[None]) -> None:
         if logging.log_file is not None:
             file = JsonLines(Path(logging.log_file), progress.iteration)
-            file.write(config_record(config, progress, groups))
+            file.write(config_record(config, groups, progress))
             sinks.append(file)
         if logging.tensorboard_dir is not None:
             sinks.append(TensorBoard(logging.tensorboard_dir, progress.iteration))
@@ -49,7 +49,7 @@ def open_sinks(config: RunConfig, progress: Progress, groups: ParallelGroups) ->
     return sinks
 
 
-def config_record(config: RunConfig, progress: Progress, groups: ParallelGroups) -> dict[str, Any]:
+def config_record(config: RunConfig, groups: ParallelGroups, progress: Progress) -> dict[str, Any]:
     """What the iterations that follow in a log file were run with."""
     place = {"from_iteration": progress.iteration, "run_id": progress.run_id, "ranks": groups.gloo_world.size()}
     return {"kind": "config", **place, "torch": torch.__version__, "config": dataclasses.asdict(config)}

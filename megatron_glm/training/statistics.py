@@ -31,11 +31,11 @@ def module_of(name: str, model: ModelConfig) -> str:
 
 @torch.no_grad()
 def observe(
+    groups: ParallelGroups,
     chunks: Sequence[GLMChunk],
     names: Sequence[str],
     squares: Tensor,
     router_counts: Sequence[Tensor],
-    groups: ParallelGroups,
 ) -> Tensor:
     """This rank's share of a step's statistics, on the host: [2 * modules + 3 * MoE layers] fp64.
 
@@ -61,7 +61,7 @@ def observe(
     return torch.cat([norms.flatten(), routed.flatten()])
 
 
-def statistics(observed: Tensor, model: ModelConfig, groups: ParallelGroups) -> dict[str, Any]:
+def statistics(model: ModelConfig, groups: ParallelGroups, observed: Tensor) -> dict[str, Any]:
     """Collective over all ranks, on the host: what each of them has observed, as the whole model's.
 
     Returns:

@@ -112,12 +112,12 @@ def train_step(
         return StepResult(losses, grad_norm, counts, fault)
     router_counts = update_router_biases(routers, config.optimizer.moe_router_bias_update_rate)
     # Before the optimizer, for which the host then need not wait: it goes on to the next step.
-    observed = observe(chunks, names, squares, router_counts, groups) if with_statistics else None
+    observed = observe(groups, chunks, names, squares, router_counts) if with_statistics else None
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step(clipping(grad_norm, config.optimizer.clip_grad))
     optimizer.zero_grad()
-    more = {} if observed is None else statistics(observed, config.model, groups)
+    more = {} if observed is None else statistics(config.model, groups, observed)
     return StepResult(losses, grad_norm, counts, statistics=more)
 
 

@@ -63,7 +63,7 @@ class Chunk(nn.Module):
 def gathers_while_busy(ahead: bool) -> bool:
     """Whether the weights of a forward are gathered before the device has ended what was started before it."""
     chunk = Chunk().cuda()
-    shard_chunk(chunk, ParallelGroups.create(ParallelConfig()), ParallelConfig(), bf16=False)
+    shard_chunk(ParallelConfig(), ParallelGroups.create(ParallelConfig()), chunk, bf16=False)
     x = torch.ones(4, 64, device="cuda")
     chunk(x)  # connects the ranks
     gathered, asleep = torch.cuda.Event(), torch.cuda.Event()

@@ -115,7 +115,7 @@ def test_the_optimizer_steps_as_torchs_and_renews_the_copies():
     module.shards = {name: replicated(tuple(p.shape), single_groups().tp) for name, p in masters.items()}
     WholeWeights(module, set(), torch.bfloat16, keep=True)
     config = OptimizerConfig(lr=1e-2, weight_decay=0.1, adam_beta2=0.95)
-    ours = build_optimizer([module], config)
+    ours = build_optimizer(config, [module])
     matrices = [p for p in plain.values() if p.dim() > 1]
     theirs = torch.optim.AdamW(
         [{"params": matrices}, {"params": [plain["scale"]], "weight_decay": 0.0}],
@@ -145,7 +145,7 @@ def test_bf16_moments_are_those_of_the_cpu():
     optimizers = {}
     for device, module in modules.items():
         module.shards = {"weight": replicated((333, 700), single_groups().tp)}
-        optimizers[device] = build_optimizer([module], config)
+        optimizers[device] = build_optimizer(config, [module])
     for _ in range(3):
         gradient = torch.randn(333, 700)
         for device, module in modules.items():

@@ -103,7 +103,7 @@ def train(config: RunConfig, steps: int = 3, make_pack=pack, copies_agree: bool 
             found = {n: (p.grad, c.shards[n]) for c in chunks for n, p in c.named_parameters() if p.grad is not None}
             result.gradients = assemble(found, groups.gloo_world, copies_agree)
 
-    optimizer = Recorder(build_optimizer(chunks, config.optimizer), capture)
+    optimizer = Recorder(build_optimizer(config.optimizer, chunks), capture)
     packs, dp = config.train.global_batch_size, groups.dp
     with recorded() as seen:
         for step in range(steps):

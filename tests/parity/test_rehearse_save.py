@@ -47,7 +47,7 @@ def pieces() -> tuple[set[tuple], set[tuple]]:
 
     groups = ParallelGroups.create(PARALLEL)
     chunks = build_chunks(config(), groups)
-    optimizer = build_optimizer(chunks, config().optimizer)
+    optimizer = build_optimizer(config().optimizer, chunks)
     real = described(model_rectangles(chunks) + optimizer_rectangles(chunks, optimizer))
     plan = Plan.create(config(), dist.get_world_size(), 4)
     return real, described(tool().rectangles(plan, dist.get_rank()))

@@ -100,8 +100,8 @@ def leg(config: RunConfig, groups) -> tuple[dict[str, Tensor], dict[str, Tensor]
 
     data = MicroBatches(PackedDataset(documents(config.model.vocab_size), SEQ_LENGTH, "best-fit", "truncate", 1234))
     chunks = build_chunks(config, groups)
-    optimizer = build_optimizer(chunks, config.optimizer)
-    progress = load_checkpoint(config, chunks, optimizer, groups, data)
+    optimizer = build_optimizer(config.optimizer, chunks)
+    progress = load_checkpoint(config, groups, chunks, optimizer, data)
     start = gathered(chunks, optimizer, groups.gloo_world)
     train(Engine(config, groups, chunks), optimizer, data, {}, progress)
     return start, gathered(chunks, optimizer, groups.gloo_world)

@@ -37,7 +37,7 @@ def two_steps(parallel: ParallelConfig, seed: int) -> list[dict]:
     config = run_config(parity_model(4), parallel, packs, seed)
     groups = ParallelGroups.create(parallel)
     chunks = build_chunks(config, groups)
-    engine, optimizer = Engine(config, groups, chunks), build_optimizer(chunks, config.optimizer)
+    engine, optimizer = Engine(config, groups, chunks), build_optimizer(config.optimizer, chunks)
     results = []
     for step in range(2):
         # beyond PACKS, the packs have no loss and no tokens

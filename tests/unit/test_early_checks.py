@@ -23,7 +23,7 @@ def folder(tmp_path, monkeypatch, capsys) -> Path:
     write_rows(tmp_path)
     finetune(train_iters=2, save="tuned")
     Path("file").write_text("a text\n")
-    monkeypatch.setattr("megatron_glm.training.initialize.build_chunks", no_model)
+    monkeypatch.setattr("megatron_glm.training.run.build_chunks", no_model)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     capsys.readouterr()
     return tmp_path

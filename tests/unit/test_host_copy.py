@@ -88,7 +88,7 @@ def test_the_plan_has_the_size(without):
         train=TrainConfig(global_batch_size=1, train_iters=1),
     )
     chunks = build_chunks(config, single_groups())
-    optimizer = build_optimizer(chunks, config.optimizer)
+    optimizer = build_optimizer(config.optimizer, chunks)
     rectangles = checkpointing.model_rectangles(chunks)
     rectangles += [] if without else checkpointing.optimizer_rectangles(chunks, optimizer)
     buffers = sum(tensor.nbytes for chunk in chunks for tensor in chunk.buffers())

@@ -81,7 +81,7 @@ def really_held(cases: dict[str, RunConfig]) -> dict[str, tuple[int, int, int]]:
         chunks = build_chunks(config, groups)
         parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
         gradients = []
-        optimizer = build_optimizer(chunks, config.optimizer)
+        optimizer = build_optimizer(config.optimizer, chunks)
         recorder = Recorder(
             optimizer, lambda p=parameters, g=gradients: g.append(size(x.grad for x in p if x.grad is not None))
         )

@@ -59,7 +59,7 @@ def sharded(net: Net, groups: ParallelGroups) -> Net:
 
 def test_only_trained_parameters_have_state_and_only_matrices_decay(groups):
     net = sharded(Net(), groups)
-    optimizer = build_optimizer([net], OptimizerConfig(lr=0.1, weight_decay=0.5))
+    optimizer = build_optimizer(OptimizerConfig(lr=0.1, weight_decay=0.5), [net])
     held = {id(p) for p in optimizer.state}
     assert held == {id(net.dense.weight), id(net.expert.weight), id(net.norm.weight)}
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
@@ -69,7 +69,7 @@ def test_only_trained_parameters_have_state_and_only_matrices_decay(groups):
 def test_frozen_weights_do_not_move_and_a_step_equals_torchs(groups):
     net, plain = sharded(Net(), groups), Net()
     config = OptimizerConfig(lr=0.1, weight_decay=0.5, adam_beta2=0.95)
-    ours = build_optimizer([net], config)
+    ours = build_optimizer(config, [net])
     theirs = torch.optim.AdamW(
         [
             {"params": [plain.dense.weight, plain.expert.weight], "weight_decay": 0.5},
@@ -96,7 +96,7 @@ def test_frozen_weights_do_not_move_and_a_step_equals_torchs(groups):
 def test_bf16_moments_are_the_rounded_ones_of_a_step_in_fp32(groups):
     net = sharded(Net(), groups)
     config = OptimizerConfig(lr=0.1, weight_decay=0.5, adam_beta1=0.9, adam_beta2=0.95, adam_moments_dtype="bf16")
-    optimizer = build_optimizer([net], config)
+    optimizer = build_optimizer(config, [net])
     weight = net.dense.weight
     mean = square = torch.zeros(6, 6)
     value = local(weight).detach().clone()
@@ -134,7 +134,7 @@ def test_norm_and_clipping_equal_torchs(groups):
     norm = gradient_norm(gradient_squares([net])[1], groups.world)
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
     assert norm == pytest.approx(expected.item(), rel=1e-6)
-    build_optimizer([net], OptimizerConfig(lr=0.1)).step(clipping(norm, 0.01))
+    build_optimizer(OptimizerConfig(lr=0.1), [net]).step(clipping(norm, 0.01))
     for name, parameter in plain.named_parameters():
         if parameter.requires_grad:
             torch.testing.assert_close(local(net.get_parameter(name).grad), parameter.grad, rtol=1e-3, atol=0)
@@ -163,7 +163,7 @@ def test_the_norm_of_a_large_gradient_is_exact(groups):
 
 def test_a_stage_without_trained_parameters_takes_part(groups):
     net = sharded(Net().requires_grad_(False), groups)
-    optimizer = build_optimizer([net], OptimizerConfig())
+    optimizer = build_optimizer(OptimizerConfig(), [net])
     names, squares = gradient_squares([net])
     assert names == [] and gradient_norm(squares, groups.world) == 0.0
     before = [local(p).clone() for p in net.parameters()]

@@ -155,7 +155,7 @@ def test_frozen_parameters_stay_under_weight_decay(groups):
     config = run_config(optimizer=OptimizerConfig(lr=0.1, weight_decay=0.5))
     chunks = build_chunks(config, groups)
     before = {name: local(p).detach().clone() for name, p in chunks[0].named_parameters()}
-    optimizer = build_optimizer(chunks, config.optimizer)
+    optimizer = build_optimizer(config.optimizer, chunks)
     train_step(Engine(config, groups, chunks), optimizer, list(batches(2)), 0.1)
     held = {id(p) for p in optimizer.state}
     for name, parameter in chunks[0].named_parameters():
@@ -174,7 +174,7 @@ def test_the_step_is_clipped_and_takes_the_given_rate(groups):
     for name, gradient in grads.items():
         torch.testing.assert_close(gradient, reference[name] * (bound / free.grad_norm))
     chunks = build_chunks(config, groups)
-    optimizer = build_optimizer(chunks, config.optimizer)
+    optimizer = build_optimizer(config.optimizer, chunks)
     train_step(Engine(config, groups, chunks), optimizer, list(batches(1)), 0.125)
     assert {group["lr"] for group in optimizer.param_groups} == {0.125}
 
@@ -215,7 +215,7 @@ def test_evaluation_leaves_no_trace(groups):
 def test_a_loss_that_is_not_finite_stops_before_the_weights_move(groups):
     config = run_config()
     chunks = build_chunks(config, groups)
-    optimizer = build_optimizer(chunks, config.optimizer)
+    optimizer = build_optimizer(config.optimizer, chunks)
     local(chunks[0].norm.weight).detach().fill_(float("nan"))
     before = {name: local(tensor).clone() for name, tensor in chunks[0].state_dict().items() if name != "norm.weight"}
     with pytest.raises(FloatingPointError, match="lm loss is nan"):
@@ -241,7 +241,7 @@ def trained_in_bf16(groups, reshard: bool, recompute: str) -> tuple[list[float],
     )
     config = run_config(train=TrainConfig(train_iters=3, global_batch_size=4, bf16=True), parallel=parallel)
     chunks = build_chunks(config, groups)
-    optimizer = build_optimizer(chunks, config.optimizer)
+    optimizer = build_optimizer(config.optimizer, chunks)
     engine, losses = Engine(config, groups, chunks), []
     for _ in range(3):
         losses.append(train_step(engine, optimizer, list(batches(1)), 1e-2).losses["lm"])
