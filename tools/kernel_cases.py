@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from measure import documents_of, judge, milliseconds, relative_error, times
 from torch import Tensor
 
-from megatron_glm.config import ModelConfig, ParallelConfig
+from megatron_glm.config import KernelConfig, ModelConfig, ParallelConfig, RunConfig
 from megatron_glm.model.mla import MLA
 from megatron_glm.model.moe import Experts
 from megatron_glm.model.pack import PackRows
@@ -251,7 +251,7 @@ def attention(chosen: list[str], tokens: list[int]) -> Iterator[dict]:
     """
     config = ModelConfig.from_hf("glm5.2")
     for backend in chosen:
-        layer = _module(partial(MLA, config, _groups(), 0, backend))
+        layer = _module(partial(MLA, RunConfig(config, kernels=KernelConfig(backend)), _groups(), 0))
         for total in [n for n in tokens if n <= 32768]:
             x = normal(total, config.hidden_size).requires_grad_()
             grad = torch.randn_like(x)
@@ -294,7 +294,8 @@ def _core(layer: MLA, pack: PackRows, x: Tensor | None) -> Callable[[], None]:
     leaves, grad = (q, kv, layer.kv_b_proj.weight), normal(rows, HEADS, layer.value)
 
     def run():
-        torch.autograd.grad(layer.attend(q, kv, None if select is None else select(), pack), leaves, grad)
+        out, _ = layer.attend(q, kv, None if select is None else select(), pack)
+        torch.autograd.grad(out, leaves, grad)
 
     return run
 
