@@ -49,8 +49,8 @@ class RunConfig:
         return self.kernels.attention == "dense" or self.indexer.indexer_training == "warmup"
 
     @property
-    def selects_by_untrained(self) -> bool:
-        """Whether the indexer, as it is when the run starts, decides which keys some row attends to."""
+    def selects(self) -> bool:
+        """Whether some row may see more keys than it attends to, so that the indexer's weights matter."""
         return not self.attends_densely and self.data.seq_length > self.model.index_topk
 
     @property

@@ -28,6 +28,7 @@ from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.shard import Rectangle
 from megatron_glm.training.host_copy import HostCopy
 from megatron_glm.training.logging import log
+from megatron_glm.training.never_trained import never_trained
 from megatron_glm.training.optimizer import MOMENTS, AdamW, trained_parameters
 
 FINGERPRINT_PACKS = 16  # packs that tell one set of data from another
@@ -67,6 +68,7 @@ class Saver:
         data: MicroBatches,
     ) -> None:
         self.data_order = data_order(config, data)
+        self.never_trained = never_trained(config) - config.trained_parts
         self.config, self.groups, self.chunks, self.optimizer = config, groups, chunks, optimizer
         self.hf_files = None if config.hf_folder is None else Path(config.hf_folder)
         self.saved: int | None = progress.iteration  # on disk, or being written; a run starts with nothing to save
@@ -114,6 +116,8 @@ class Saver:
             "run_id": progress.run_id,
             "optimizer_steps": self.optimizer.steps,
             "adam_moments_dtype": self.config.optimizer.adam_moments_dtype,
+            "never_trained": sorted(self.never_trained),
+            "trained_parts": sorted(self.config.trained_parts),
             "no_save_optim": self.config.checkpoint.no_save_optim,
             **self.data_order,
         }
@@ -281,6 +285,13 @@ def start_of_run(config: RunConfig) -> Progress:
         raise ValueError(
             f"--load {section.load}: iteration {iteration} holds no optimizer state (it was saved with "
             "--no-save-optim): give --no-load-optim to go on with a fresh one, or --finetune to start a new run"
+        )
+    was, now = state.get("trained_parts", ["trunk"]), sorted(config.trained_parts)
+    if was != now and not section.no_load_optim:
+        raise ValueError(
+            f"--load {section.load}: iteration {iteration} holds the optimizer of a run that trained "
+            f"{' and '.join(was)}; this run trains {' and '.join(now)} (--indexer-training {config.indexer.indexer_training}): --finetune "
+            "starts a new run from its weights, --no-load-optim goes on with a fresh optimizer"
         )
     return Progress(iteration, state["consumed_samples"], state["run_id"])
 

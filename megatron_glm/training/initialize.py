@@ -26,6 +26,7 @@ from megatron_glm.training import watchdog
 from megatron_glm.training.agreement import facts_of_run, require_same
 from megatron_glm.training.checkpointing import check_checkpoints, check_hf_files, start_of_run, stored_dtypes
 from megatron_glm.training.logging import log
+from megatron_glm.training.never_trained import warn_of_untrained
 from megatron_glm.training.outputs import check_folders, check_sinks
 from megatron_glm.training.sinks import require_packages
 
@@ -76,6 +77,7 @@ def initialize(config: RunConfig) -> ParallelGroups:
     if not config.train.eval_only:
         start = start_of_run(config).iteration
         sharded.together(groups.checkpoint, lambda: None, lambda _: check_sinks(config.logging, start))
+    warn_of_untrained(config)
     return groups
 
 

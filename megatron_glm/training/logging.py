@@ -140,10 +140,18 @@ class IterationLog:
             f" {unit}/GPU: {flops / rank_seconds / size:.3f} |"
             f" learning rate: {record['learning_rate']:.6E} |"
             f" global batch size: {record['global_batch_size']:5d} |"
-            f" lm loss: {sum(step['lm_loss'] for step in steps) / len(steps):.6E} |"
+            f"{_means(steps)}"
             f" grad norm: {record['grad_norm']:.3f} |"
             f" peak memory (GiB): {peak_memory_bytes() / 2**30:.2f} |"
         )
         if self.lines:
             log(line)
         self.window.clear()
+
+
+def _means(steps: Sequence[dict[str, Any]]) -> str:
+    """The losses of these iterations' records, each the mean over them."""
+    losses = [name for name in ("lm_loss", "indexer_loss") if name in steps[-1]]
+    return "".join(
+        f" {name.replace('_', ' ')}: {sum(step[name] for step in steps) / len(steps):.6E} |" for name in losses
+    )

@@ -17,7 +17,7 @@ from megatron_glm.data.packing import PackedBatch
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.training.batch_size import batch_size, iterations_for, iterations_within
 from megatron_glm.training.checkpointing import Progress, Saver, require_same_order, start_of_run
-from megatron_glm.training.engine import LM, Engine
+from megatron_glm.training.engine import Engine
 from megatron_glm.training.evaluate import LeftOnSignal, evaluate
 from megatron_glm.training.logging import IterationLog, log
 from megatron_glm.training.lr import learning_rate
@@ -174,7 +174,8 @@ def next_step(
     record |= {"learning_rate": rate, "loss_tokens": counts.loss_tokens}
     if result.fault is not None:
         return record | {"lm_loss": None, "grad_norm": None, "skipped": result.fault}
-    return record | {"lm_loss": result.losses[LM], "grad_norm": result.grad_norm, **result.statistics}
+    losses = {f"{name}_loss": loss for name, loss in result.losses.items()}
+    return record | losses | {"grad_norm": result.grad_norm, **result.statistics}
 
 
 def sample_ids(config: RunConfig, data: MicroBatches, progress: Progress) -> dict[str, list[str]]:

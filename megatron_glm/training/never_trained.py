@@ -1,0 +1,31 @@
+"""Which parts of a model still have the random weights that they were drawn with: noted in every checkpoint."""
+
+from __future__ import annotations
+
+from megatron_glm.checkpoint import sharded
+from megatron_glm.config import RunConfig, iterations
+from megatron_glm.training.logging import log
+
+
+def never_trained(config: RunConfig) -> frozenset[str]:
+    """Of "indexer" and "mtp", what was never trained when this run starts.
+
+    From scratch both; else what the checkpoint of --load says. Converted weights count as trained.
+    """
+    section, model = config.checkpoint, config.model
+    if section.load is not None:
+        folder = iterations.iteration_folder(*iterations.start(section.load, section.ckpt_step))
+        return frozenset(sharded.state_of(folder).get("never_trained", ()))
+    if section.load_hf is not None:
+        return frozenset()
+    return frozenset({"indexer", "mtp"} if model.mtp_layer_ids else {"indexer"})
+
+
+def warn_of_untrained(config: RunConfig) -> None:
+    """A line if random weights choose the keys that rows attend to."""
+    if config.selects and "indexer" in never_trained(config):
+        log(
+            f"warning: the indexer was never trained: its random weights choose the keys of every row that sees more "
+            f"than {config.model.index_topk}. Pre-train with --attention dense, then --indexer-training warmup, then "
+            "sparse (docs/pretraining.md)"
+        )

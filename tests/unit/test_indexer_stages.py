@@ -1,0 +1,89 @@
+"""From scratch in three runs: dense attention, warm-up of the indexer, sparse; what is refused, warned of, noted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_glm.config import IndexerConfig
+from tests.finetune import exit_code, json_log, tensors
+from tests.pretrain import pretrain
+
+WARNING = "the indexer was never trained"
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def state(folder: str) -> dict:
+    return json.loads(Path(folder, "iter_0000002/state.json").read_text())
+
+
+def moved(before: str, after: str) -> set[str]:
+    """Parts whose weights differ between two checkpoints."""
+    left, right = tensors(before, 2), tensors(after, 2)
+    names = [name for name in left if not name.startswith("optimizer.") and "e_score" not in name]
+    parts = {name: "indexer" if ".indexer." in name else "trunk" for name in names}
+    return {parts[name] for name in names if not torch.equal(left[name].float(), right[name].float())}
+
+
+def test_three_stages(capsys):
+    pretrain(attention="dense", train_iters=2, save="dense", log_file="dense.jsonl")
+    assert WARNING not in capsys.readouterr().out
+    assert state("dense")["never_trained"] == ["indexer", "mtp"]
+    stage = dict(preset=None, train_iters=2, finetune=True)
+    pretrain(**stage, load="dense", indexer_training="warmup", save="warm", log_file="warm.jsonl")
+    out = capsys.readouterr().out
+    assert WARNING not in out and " indexer loss: " in out
+    assert state("warm")["never_trained"] == ["mtp"] and moved("dense", "warm") == {"indexer"}
+    pretrain(**stage, load="warm", indexer_training="sparse", save="sparse", log_file="sparse.jsonl")
+    assert WARNING not in capsys.readouterr().out
+    assert state("sparse")["never_trained"] == ["mtp"] and moved("warm", "sparse") == {"indexer", "trunk"}
+    assert all("indexer_loss" not in line for line in json_log("dense.jsonl"))
+    for log in ("warm.jsonl", "sparse.jsonl"):
+        assert all(line["indexer_loss"] > 0 and line["lm_loss"] > 0 for line in json_log(log))
+    assert set(json_log("warm.jsonl")[-1]["grad_norms"]) == {"indexer"}
+    pretrain(preset=None, load="sparse", train_iters=3, indexer_training="sparse", save="sparse")  # goes on
+    assert json.loads(Path("sparse/iter_0000003/state.json").read_text())["never_trained"] == ["mtp"]
+    capsys.readouterr()
+    code = exit_code(lambda: pretrain(preset=None, load="sparse", train_iters=4))
+    message = capsys.readouterr().err
+    assert code == 2 and "trained indexer and trunk" in message and "--finetune" in message
+
+
+def test_training_around_an_untrained_indexer_is_warned_of_by_name(capsys):
+    pretrain(train_iters=2, save="out")
+    out = capsys.readouterr().out
+    assert WARNING in out and "--attention dense" in out
+    assert state("out")["never_trained"] == ["indexer", "mtp"]
+    pretrain(preset=None, load="out", train_iters=3)
+    assert WARNING in capsys.readouterr().out
+    pretrain(train_iters=1, dsa_indexer_topk=32)
+    assert WARNING not in capsys.readouterr().out  # every row sees all of its keys
+
+
+REFUSED = {
+    "needs --indexer-training warmup or sparse": {"dsa_indexer_loss_coeff": 0.1},
+    "--indexer-teacher own needs": {"indexer_teacher": "own"},
+    "--indexer-loss-rows sparse needs": {"indexer_training": "warmup", "indexer_loss_rows": "sparse"},
+    "must not be negative": {"indexer_training": "sparse", "dsa_indexer_loss_coeff": -1},
+    "--moe-router-bias-update-rate 0.1": {"indexer_training": "warmup", "moe_router_bias_update_rate": 0.1},
+    "--indexer-training sparse with --attention dense": {"indexer_training": "sparse", "attention": "dense"},
+    "--dense-rows off with dense attention": {"attention": "dense", "dense_rows": "off"},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_is_refused_with_its_flags(message, capsys):
+    assert exit_code(lambda: pretrain(train_iters=1, **REFUSED[message])) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_megatrons_zero_coefficient_still_means_no_loss():
+    IndexerConfig(dsa_indexer_loss_coeff=0.0).check()
+    assert IndexerConfig().coefficient == 1e-3 and IndexerConfig(dsa_indexer_loss_coeff=0.0).coefficient == 0
