@@ -14,7 +14,7 @@ import torch
 
 from megatron_glm import packages
 from megatron_glm.config import ModelConfig
-from megatron_glm.ops import dense_mla, indexer, sparse_mla
+from megatron_glm.ops import dense_mla, indexer, indexer_loss, sparse_mla
 
 MODULES = {"torch": (), "cudnn": ("cudnn", "cutlass", "flash_mla"), "tilelang": ("tilelang", "tvm_ffi", "z3")}
 DENSE = "cudnn"  # dense rows run on cuDNN with either GPU backend
@@ -62,6 +62,7 @@ def load(backend: str, dense_rows: str = "auto", deterministic: bool = False) ->
         raise ValueError("--deterministic needs --attention-backend tilelang or torch: cuDNN sums gradients by atomics")
     try:
         module = importlib.import_module(f"megatron_glm.ops.{backend}")
+        loss = importlib.import_module("megatron_glm.ops.cudnn_indexer_loss") if backend == "cudnn" else None
         dense = None if dense_rows == "off" else importlib.import_module("megatron_glm.ops.cudnn_dense")
     except (ImportError, OSError) as error:  # OSError: a shared library that does not load
         raise ValueError(f"--attention-backend {backend}: its packages fail to import: {error}; {_repair()}") from error
@@ -70,24 +71,30 @@ def load(backend: str, dense_rows: str = "auto", deterministic: bool = False) ->
         backward = functools.partial(backward, deterministic=True)
     indexer.BACKENDS[backend] = getattr(module, f"index_topk_{backend}")
     sparse_mla.BACKENDS[backend] = (getattr(module, f"sparse_mla_{backend}"), backward)
-    if backend == "cudnn":
+    if loss is not None:
+        functions = loss.attention_mass_cudnn, loss.student_log_probs_cudnn, loss.student_backward_cudnn
+        indexer_loss.BACKENDS[backend] = functions
         indexer.PLANNED_ON_HOST.add(backend)
     if dense is not None:
         dense_mla.BACKENDS[backend] = (dense.dense_mla_cudnn, dense.dense_mla_backward_cudnn)
 
 
-def check(backend: str, model: ModelConfig, tensor_parallel: int) -> None:
-    """Raises ValueError where `backend` cannot serve the model's shape on `tensor_parallel` ranks."""
+def check(backend: str, model: ModelConfig, tensor_parallel: int, selects: bool = True) -> None:
+    """Raises ValueError where `backend` cannot serve the model's shape on `tensor_parallel` ranks.
+
+    selects: whether keys are selected, by the indexer, in any row.
+    """
     if backend == "torch":
         return
-    served = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 32}
+    served = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    served |= {"index_head_dim": 128, "index_n_heads": 32} if selects else {}
     for name, size in served.items():
         if getattr(model, name) != size:
             raise ValueError(
                 f"--attention-backend {backend} serves {name} {size}, not {getattr(model, name)}; torch serves any"
             )
     heads = model.num_attention_heads // tensor_parallel
-    if heads > 128 or model.index_topk > 2048:
+    if heads > 128 or (selects and model.index_topk > 2048):
         raise ValueError(
             f"--attention-backend {backend} serves up to 128 heads a rank and index_topk 2048, not {heads} heads and "
             f"{model.index_topk}; torch serves any"

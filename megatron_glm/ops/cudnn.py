@@ -73,7 +73,7 @@ def index_topk_cudnn(
             f"--attention-backend cudnn scores 16, 32 or 64 index heads of 128 and selects up to 2048 keys, not "
             f"index_n_heads {heads} of index_head_dim {dim} and index_topk {k}; choose another backend"
         )
-    _require_bf16(iq, ik)
+    require_bf16(iq, ik)
     if segments is None:
         segments = key_segments(start, end)
     # A call may write -1 into the rows that were added to it; the calls after it run later and overwrite them.
@@ -236,10 +236,10 @@ def sparse_mla_cudnn(
     padded = _served_heads(q, kv, v_dim)
     if rows == 0:
         return q.new_empty(0, heads, v_dim), torch.empty(0, heads, device=q.device)
-    idx = _pad_slots(idx)
+    idx = pad_slots(idx)
     calls = [
         flash_mla_sparse_fwd(
-            _pad_heads(q[part], padded),
+            pad_heads(q[part], padded),
             kv.unsqueeze(1),
             idx[part].unsqueeze(1),
             scale,
@@ -248,7 +248,7 @@ def sparse_mla_cudnn(
             length[part],
             **LEGACY,
         )
-        for part in _row_chunks(rows, padded)
+        for part in row_chunks(rows, padded)
     ]
     out, _, lse = calls[0] if len(calls) == 1 else (torch.cat(x) for x in zip(*calls, strict=True))
     torch.nan_to_num_(lse, nan=math.nan, posinf=-math.inf, neginf=-math.inf)  # of rows without keys FlashMLA says +inf
@@ -263,14 +263,14 @@ def sparse_mla_backward_cudnn(
     padded = _served_heads(q, kv, out.shape[-1])
     if rows == 0:
         return torch.zeros_like(q), torch.zeros_like(kv)
-    idx = _pad_slots(idx)
+    idx = pad_slots(idx)
     sink = _no_sink(padded, q.device)
     if padded != heads:
         lse = F.pad(lse, (0, padded - heads), value=math.inf)  # makes every probability of these heads exactly 0
     grads_q, grad_kv = [], None
-    for part in _row_chunks(rows, padded):
-        rest = (_pad_heads(x[part], padded) for x in (out, grad))
-        queries = _pad_heads(q[part], padded)
+    for part in row_chunks(rows, padded):
+        rest = (pad_heads(x[part], padded) for x in (out, grad))
+        queries = pad_heads(q[part], padded)
         result = DSA.sparse_attention_backward_wrapper(
             queries, kv, *rest, lse[part], sink, idx[part], softmax_scale=scale, topk_length=length[part]
         )
@@ -286,7 +286,7 @@ def _no_sink(heads: int, device: torch.device) -> Tensor:
     return torch.full((heads,), -math.inf, device=device)
 
 
-def _require_bf16(*tensors: Tensor) -> None:
+def require_bf16(*tensors: Tensor) -> None:
     for tensor in tensors:
         if tensor.dtype != torch.bfloat16:
             raise ValueError(f"--attention-backend cudnn computes in bfloat16 (--bf16), not {tensor.dtype}")
@@ -294,7 +294,7 @@ def _require_bf16(*tensors: Tensor) -> None:
 
 def _served_heads(q: Tensor, kv: Tensor, v_dim: int) -> int:
     """Heads that the kernels run for q's: fewer are padded, since 32 and odd counts have failed in some versions."""
-    _require_bf16(q, kv)
+    require_bf16(q, kv)
     heads, dim = q.shape[1:]
     if (v_dim, dim) != (LATENT, LATENT + ROPE):
         raise ValueError(
@@ -306,16 +306,16 @@ def _served_heads(q: Tensor, kv: Tensor, v_dim: int) -> int:
     return 64 if heads <= 64 else 128
 
 
-def _pad_heads(x: Tensor, heads: int) -> Tensor:
+def pad_heads(x: Tensor, heads: int) -> Tensor:
     """x [t, h, d] with zero heads up to `heads`."""
     return x if x.shape[1] == heads else F.pad(x, (0, 0, 0, heads - x.shape[1]))
 
 
-def _pad_slots(idx: Tensor) -> Tensor:
+def pad_slots(idx: Tensor) -> Tensor:
     """idx [t, K] with -1 up to a multiple of 128 slots."""
     return idx if idx.shape[1] % 128 == 0 else F.pad(idx, (0, -idx.shape[1] % 128), value=-1)
 
 
-def _row_chunks(rows: int, heads: int) -> list[slice]:
+def row_chunks(rows: int, heads: int) -> list[slice]:
     step = (ELEMENTS - 1) // (heads * (LATENT + ROPE)) // 1024 * 1024
     return [slice(begin, begin + step) for begin in range(0, rows, step)]

@@ -33,6 +33,8 @@ def index_topk(
         [t, k] int32 pack positions, ascending; -1 in the unused slots at the tail. Exact: among equal scores the
         lowest position wins; a row with at most k keys selects all of them.
     """
+    if iq.shape[0] == 0:
+        return start.new_empty(0, k)
     planned = (segments,) if backend in PLANNED_ON_HOST else ()
     return BACKENDS[backend](iq, ik, w, start, end, k, *planned)
 

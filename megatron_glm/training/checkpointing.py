@@ -290,7 +290,8 @@ def start_of_run(config: RunConfig) -> Progress:
     if was != now and not section.no_load_optim:
         raise ValueError(
             f"--load {section.load}: iteration {iteration} holds the optimizer of a run that trained "
-            f"{' and '.join(was)}; this run trains {' and '.join(now)} (--indexer-training {config.indexer.indexer_training}): --finetune "
+            f"{' and '.join(was)}; this run trains {' and '.join(now)} (--indexer-training "
+            f"{config.indexer.indexer_training}): --finetune "
             "starts a new run from its weights, --no-load-optim goes on with a fresh optimizer"
         )
     return Progress(iteration, state["consumed_samples"], state["run_id"])

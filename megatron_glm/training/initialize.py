@@ -53,7 +53,8 @@ def initialize(config: RunConfig) -> ParallelGroups:
     if torch.cuda.is_available():
         torch.cuda.set_device(launch.local_rank(torch.cuda.device_count()))
     kernels = config.kernels
-    backends.check(kernels.attention_backend, config.model, config.parallel.tensor_model_parallel_size)
+    selects = not config.attends_densely
+    backends.check(kernels.attention_backend, config.model, config.parallel.tensor_model_parallel_size, selects)
     backends.load(kernels.attention_backend, config.dense_rows, kernels.deterministic)
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # connect at the first message: else 2 x ranks descriptors each
     if not dist.is_initialized():

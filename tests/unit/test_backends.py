@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_glm import packages
-from megatron_glm.config import DataConfig, KernelConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from megatron_glm.config import DataConfig, IndexerConfig, KernelConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megatron_glm.config import flags as arguments
 from megatron_glm.ops import backends, indexer
 from megatron_glm.ops.indexer import key_segments
@@ -137,3 +137,12 @@ def test_key_segments_are_the_runs_of_rows_that_see_one_key_more():
     expected = [(0, 3, 0, 3), (4, 6, 5, 7), (6, 7, 5, 9), (7, 9, 9, 11)]
     assert key_segments(start.int(), end.int()) == [x for segment in expected for x in segment]
     assert key_segments(start[:0], end[:0]) == [] and key_segments(start[-1:], end[-1:]) == []
+
+
+def test_dense_attention_has_no_limit_of_the_selection():
+    model = dataclasses.replace(ModelConfig.from_hf("glm5.2"), index_topk=4096, index_n_heads=8)
+    with pytest.raises(ValueError, match="index_n_heads"):
+        backends.check("cudnn", model, 1)
+    backends.check("cudnn", model, 1, selects=False)
+    with pytest.raises(ValueError, match="--indexer-training sparse with --attention-backend tilelang"):
+        dataclasses.replace(run_config(attention_backend="tilelang"), indexer=IndexerConfig("sparse")).check(1)
