@@ -154,7 +154,7 @@ def test_sparse_attention(modules, monkeypatch, heads, elements):
     """Padded heads and slots, rows without keys, calls over parts of the rows whose key gradients are summed."""
     cudnn, _ = modules
     monkeypatch.setattr(
-        cudnn, "_row_chunks", lambda rows, _: [slice(0, 2), slice(2, rows)] if elements < 1 << 31 else [slice(0, rows)]
+        cudnn, "row_chunks", lambda rows, _: [slice(0, 2), slice(2, rows)] if elements < 1 << 31 else [slice(0, rows)]
     )
     q, kv, grad = normal(5, heads, 576), normal(40, 576), normal(5, heads, 512)
     length = torch.tensor([0, 30, 7, 1, 30], dtype=torch.int32)
@@ -172,7 +172,7 @@ def test_sparse_attention(modules, monkeypatch, heads, elements):
 def test_no_call_reaches_two_to_the_31_elements(modules):
     cudnn, dense = modules
     for heads in (64, 128):
-        chunks = cudnn._row_chunks(200_000, heads)
+        chunks = cudnn.row_chunks(200_000, heads)
         assert chunks[0].start == 0 and chunks[-1].stop >= 200_000
         assert all((chunk.stop - chunk.start) * heads * 576 < 1 << 31 for chunk in chunks)
     documents = [x for i in range(0, 140_000, 2000) for x in (i, i + 2000, i, i + 2000)]
