@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from megatron_glm import packages
-from megatron_glm.config import DataConfig, IndexerConfig, KernelConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from megatron_glm.config import (
+    DataConfig,
+    IndexerConfig,
+    KernelConfig,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+)
 from megatron_glm.config import flags as arguments
 from megatron_glm.ops import backends, indexer
 from megatron_glm.ops.indexer import key_segments
