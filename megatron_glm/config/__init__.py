@@ -11,7 +11,15 @@ from .model import ModelConfig
 from .parallel import KernelConfig, ParallelConfig
 from .run import RunConfig
 from .section import flag_name, require_multiple
-from .training import LARGEST_BF16_BETA, CheckpointConfig, LoggingConfig, OptimizerConfig, TrainConfig
+from .training import (
+    LARGEST_BF16_BETA,
+    NEXT_TOKEN,
+    CheckpointConfig,
+    LoggingConfig,
+    LossConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
 
 __all__ = [
     "LARGEST_BF16_BETA",
@@ -20,6 +28,8 @@ __all__ = [
     "IndexerConfig",
     "KernelConfig",
     "LoggingConfig",
+    "LossConfig",
+    "NEXT_TOKEN",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",

@@ -22,6 +22,7 @@ from . import (
     IndexerConfig,
     KernelConfig,
     LoggingConfig,
+    LossConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -40,6 +41,7 @@ DataSection = type[DataConfig] | type[PretrainDataConfig]
 
 SECTIONS = {
     "train": TrainConfig,
+    "losses": LossConfig,
     "optimizer": OptimizerConfig,
     "data": DataConfig,
     "checkpoint": CheckpointConfig,
@@ -299,6 +301,11 @@ def resolve(flags: argparse.Namespace, data: DataSection = DataConfig) -> RunCon
     hf_folder = next((str(folder) for folder in candidates if folder.is_dir()), None)
     if hf_folder is not None and sections["checkpoint"].save is not None:
         require_outside("--save", Path(sections["checkpoint"].save), Path(hf_folder))
+    if sections["losses"].mtp_num_steps is None:  # a model for fine-tuning has an MTP layer that is trained already
+        pretrains = isinstance(sections["data"], PretrainDataConfig)
+        warms_up = sections["indexer"].indexer_training == "warmup"  # trains nothing else
+        steps = int(pretrains and not warms_up and model.num_nextn_predict_layers == 1)
+        sections["losses"] = dataclasses.replace(sections["losses"], mtp_num_steps=steps)
     return RunConfig(model=model, hf_folder=hf_folder, **sections)
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from .model import ModelConfig
 from .parameters import layer_parameters, model_parameters
+from .training import NEXT_TOKEN, LossConfig
 
 
 def causal_keys(length: int) -> int:
@@ -78,7 +79,27 @@ def forward_flops(config: ModelConfig, doc_lengths: Iterable[int]) -> tuple[int,
     return trained, sum(layer.index_scores for layer in layers)
 
 
-def training_flops(config: ModelConfig, doc_lengths: Iterable[int]) -> int:
-    """FLOPs of a training step on these documents: the backward costs twice the forward, except a frozen indexer's."""
-    trained, indexers = forward_flops(config, doc_lengths)
-    return 3 * trained + indexers
+def mtp_flops(config: ModelConfig, doc_lengths: Iterable[int], steps: int) -> tuple[int, int]:
+    """The same as `forward_flops` of the MTP steps, each with its head.
+
+    A document has a row less at each step. Steps that share the first one's keys make none and choose none.
+    """
+    trained = scores = 0
+    lengths = list(doc_lengths)
+    latents = 2 * config.hidden_size * (config.kv_lora_rank + config.qk_rope_head_dim)
+    for step in range(1, steps + 1):
+        here = [length - step for length in lengths if length > step]
+        flops = layer_flops(config, config.num_hidden_layers, here)
+        shares = step > 1 and config.index_share_for_mtp_iteration
+        trained += flops.trained + head_flops(config, sum(here)) - shares * latents * sum(here)
+        scores += 0 if shares else flops.index_scores
+    return trained, scores
+
+
+def training_flops(config: ModelConfig, doc_lengths: Iterable[int], losses: LossConfig = NEXT_TOKEN) -> int:
+    """FLOPs of a training step on these documents: the backward costs twice the forward, except of what is frozen."""
+    lengths = list(doc_lengths)
+    trained, indexers = forward_flops(config, lengths)
+    mtp, mtp_indexer = mtp_flops(config, lengths, losses.mtp_steps)
+    trunk = trained if losses.train_only == "mtp" else 3 * trained
+    return trunk + indexers + 3 * mtp + mtp_indexer

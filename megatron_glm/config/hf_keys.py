@@ -53,7 +53,7 @@ READ = """
 # processes and how drafts of several MTP steps share an index are matters of serving, and the others describe the
 # file, ids that data and generation use, forms of output, classification heads, and generation.
 NEUTRAL = """
-    head_dim layer_types use_cache ep_size pretraining_tp index_share_for_mtp_iteration
+    head_dim layer_types use_cache ep_size pretraining_tp
     _name_or_path name_or_path _commit_hash transformers_version auto_map tokenizer_class prefix
     _attn_implementation attn_implementation _attn_implementation_autoset experts_implementation
     _experts_implementation use_bfloat16 torchscript tf_legacy_loss unsloth_fixed unsloth_version

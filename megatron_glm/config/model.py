@@ -64,6 +64,7 @@ class ModelConfig:
     max_position_embeddings: int = 202752
     initializer_range: float = 0.02
     num_nextn_predict_layers: int = 0
+    index_share_for_mtp_iteration: bool = False  # MTP steps after the first reuse its keys and its selection
     dtype: str = "bfloat16"
     pad_token_id: int | None = None
     eos_token_id: tuple[int, ...] = ()

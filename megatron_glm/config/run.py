@@ -8,7 +8,7 @@ from .data import DataConfig, PretrainDataConfig
 from .indexer import IndexerConfig
 from .model import ModelConfig
 from .parallel import KernelConfig, ParallelConfig
-from .training import CheckpointConfig, LoggingConfig, OptimizerConfig, TrainConfig
+from .training import CheckpointConfig, LoggingConfig, LossConfig, OptimizerConfig, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class RunConfig:
     optimizer: OptimizerConfig = OptimizerConfig()
     data: DataConfig | PretrainDataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    losses: LossConfig = LossConfig()
     train: TrainConfig = TrainConfig()
     indexer: IndexerConfig = IndexerConfig()
     logging: LoggingConfig = LoggingConfig()
@@ -41,7 +42,10 @@ class RunConfig:
     def trained_parts(self) -> frozenset[str]:
         """What this run trains, of "trunk" (all that computes the next token), "indexer" and "mtp"."""
         stages = {"off": {"trunk"}, "warmup": {"indexer"}, "sparse": {"trunk", "indexer"}}
-        return frozenset(stages[self.indexer.indexer_training])
+        if self.losses.train_only is not None:
+            return frozenset({self.losses.train_only})
+        mtp = {"mtp"} if self.losses.mtp_steps else set()
+        return frozenset(stages[self.indexer.indexer_training] | mtp)
 
     @property
     def attends_densely(self) -> bool:
@@ -77,6 +81,11 @@ class RunConfig:
         self.parallel.check(self.model, world_size)
         self.train.check(self.data.seq_length, self.parallel, world_size)
         self.optimizer.check(self.train.planned_iters)
+        self.losses.check(self.model.num_nextn_predict_layers)
+        steps, mode = self.losses.mtp_steps, self.indexer.indexer_training
+        if steps and (mode == "warmup" or (mode != "off" and self.losses.train_only)):
+            flag = f"--train-only {self.losses.train_only}" if self.losses.train_only else f"--mtp-num-steps {steps}"
+            raise ValueError(f"{flag} and --indexer-training {mode} each train what the other holds: give one")
         self.checkpoint.check()
         self._check_indexer()
         self.logging.check(world_size)

@@ -129,6 +129,43 @@ class CheckpointConfig(Section):
 
 
 @dataclass(frozen=True)
+class LossConfig(Section):
+    mtp_num_steps: int | None = option(
+        None,
+        "train the MTP layer to predict so many tokens beyond the next one; 0: it is held and saved as it is "
+        "(default: 1 in pre-training where the model has the layer, else 0)",
+        minimum=0,
+    )
+    mtp_loss_scaling_factor: float = option(
+        0.1, "weight of the mean of the MTP losses beside the loss of the next token"
+    )
+    mtp_detach: bool = option(False, "the MTP losses train the MTP layer alone: not trunk, embedding and head")
+    mtp_unshifted_queries: bool = option(
+        False, "where MTP steps share the keys of the first, leave their queries at its positions"
+    )
+    train_only: Literal["mtp"] | None = option(None, "train this part of the model alone; the rest stays as it is")
+
+    @property
+    def mtp_steps(self) -> int:
+        return self.mtp_num_steps or 0
+
+    def check(self, mtp_layers: int) -> None:
+        """Refuses MTP flags that would do nothing, and steps without the one layer that they share."""
+        if self.mtp_steps and mtp_layers != 1:
+            raise ValueError(f"--mtp-num-steps {self.mtp_steps} needs a model with one MTP layer, it has {mtp_layers}")
+        if not 0 <= self.mtp_loss_scaling_factor:
+            raise ValueError(f"--mtp-loss-scaling-factor is {self.mtp_loss_scaling_factor}; it must not be negative")
+        given = [name for name in ("mtp_detach", "mtp_unshifted_queries") if getattr(self, name)]
+        given += ["mtp_loss_scaling_factor"] * (self.mtp_loss_scaling_factor != 0.1)
+        given += ["train_only"] * (self.train_only is not None)
+        if given and not self.mtp_steps:
+            raise ValueError(f"{flag_name(given[0])} needs --mtp-num-steps above 0, it is {self.mtp_steps}")
+
+
+NEXT_TOKEN = LossConfig()  # the loss of the next token alone
+
+
+@dataclass(frozen=True)
 class TrainConfig(Section):
     micro_batch_size: int = option(1, "packs that one rank computes at a time")
     global_batch_size: int = option(8, "packs of one optimizer step, over all ranks")

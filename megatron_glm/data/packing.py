@@ -63,6 +63,23 @@ def build_batch(documents: Sequence[Piece | tuple[np.ndarray, np.ndarray]], tota
     return PackedBatch(*arrays, doc_lengths=lengths, padding=padding)
 
 
+def ahead(batch: PackedBatch, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What MTP step `step` (from 1) sees and predicts at each row: of the tokens that many further in its document.
+
+    Returns: tokens [T] int64, 0 where the document has ended; labels [T] int64, -100 there and where the loss mask is
+        not set; and which rows have such a token: [T] bool.
+    """
+    left = torch.full_like(batch.tokens, -1)  # rows of the same document behind each row
+    start = 0
+    for length in batch.doc_lengths:
+        left[start : start + length] = torch.arange(length - 1, -1, -1)
+        start += length
+    there = left >= step
+    labels = batch.labels.masked_fill(~batch.loss_mask, IGNORE)
+    tokens, labels = batch.tokens.roll(-step), labels.roll(-step)
+    return tokens.masked_fill(~there, 0), labels.masked_fill(~there, IGNORE), there
+
+
 def best_fit(lengths: Sequence[int], capacity: int) -> np.ndarray:
     """Best-fit: each length in turn goes to the pack with the least room that still takes it, else to a new pack.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from megatron_glm.model.indexer_training import student_fields
 from megatron_glm.model.layer import DecoderLayer, MTPLayer
 from megatron_glm.model.micro_batch import MicroBatch
 from megatron_glm.model.moe import MoE
+from megatron_glm.model.mtp import accepted, predictions
 from megatron_glm.model.norm import RMSNorm
 from megatron_glm.model.recompute import run_layer
 from megatron_glm.model.router import Router
@@ -25,7 +27,7 @@ from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.pipeline.carry import Carry, CarryField
 from megatron_glm.parallel.pipeline.layout import Stage
 from megatron_glm.parallel.shard import Chunk, collect_shards
-from megatron_glm.parallel.vocab import VocabParallelEmbedding, VocabParallelHead
+from megatron_glm.parallel.vocab import Prediction, VocabParallelEmbedding, VocabParallelHead
 
 
 def carry_fields(
@@ -71,7 +73,12 @@ class GLMChunk(Chunk):
         self.recompute = "none" if warming else config.parallel.recompute_granularity
         self.student_names = [field.name for field in student_fields(config.indexer, model, (), 0, 0, torch.float32)]
         vocabulary = (model.vocab_size, model.hidden_size, groups.tp)
-        self.embed_tokens = VocabParallelEmbedding(*vocabulary) if stage.embedding else None
+        self.losses, self.begins = config.losses, stage.embedding
+        self.predicts = stage.mtp and stage.head and config.losses.mtp_steps > 0  # its MTP layer runs
+        self.embed_tokens = None
+        if stage.embedding or self.predicts:  # the MTP layer's stage has a copy
+            copies = groups.ends if config.losses.mtp_steps and not (stage.embedding and self.predicts) else None
+            self.embed_tokens = VocabParallelEmbedding(*vocabulary, copies)
         layers: dict[str, nn.Module] = {str(i): DecoderLayer(config, groups, i, dispatcher) for i in stage.layers}
         if stage.mtp:
             layers |= {str(i): MTPLayer(config, groups, i, dispatcher) for i in model.mtp_layer_ids}
@@ -93,11 +100,15 @@ class GLMChunk(Chunk):
         Returns:
             the same for the next chunk: topk is this sequence shard's selection, missing where no row needs one. The
             last chunk's hidden states are those before the final norm, and cut from the graph: the loss has it.
-            The losses by name, fp32 scalars, each a SUM times its scale: "lm" of the token losses, in the last chunk;
+            The losses by name, fp32 scalars, each a SUM times its scale: "lm" of the token losses, in the last chunk,
+            and "mtp_k" of MTP step k, with "accepted_k", the number of its tokens that the trunk would choose, too;
             "indexer" of the rows' losses, where a layer teaches an indexer.
         """
         pack = batch.pack
-        hidden = carry["hidden"] if self.embed_tokens is None else self.embed_tokens(pack.local(batch.tokens))
+        if self.begins and self.embed_tokens is not None:
+            hidden = self.embed_tokens(pack.local(batch.tokens))
+        else:
+            hidden = carry["hidden"]
         topk = gather_values(carry["topk"], self.groups.tp) if "topk" in carry else None
         student = tuple(carry[name] for name in self.student_names if name in carry)
         losses, of_indexers = {}, []
@@ -110,9 +121,8 @@ class GLMChunk(Chunk):
                 of_indexers.append(taught)
         if of_indexers:
             losses["indexer"] = self._over_tp(torch.stack(of_indexers).sum() * batch.scale("indexer"))
-        if self.lm_head is not None and self.norm is not None and batch.labels is not None:
-            labels, size = pack.local(batch.labels), self.kernels.loss_chunk_size
-            losses["lm"] = self.lm_head(self.norm(hidden), labels, size, batch.scale("lm"))
+        if self.lm_head is not None and batch.labels is not None:
+            losses |= self._predict(hidden, batch)
         if self.lm_head is not None:
             hidden = hidden.detach()  # a chunk without layers returns its input, and FSDP2 warns of views with a graph
         carry = {"hidden": hidden} | ({} if topk is None else {"topk": topk[pack.shard]})
@@ -123,12 +133,38 @@ class GLMChunk(Chunk):
         others = sum_over(loss.detach().clone(), self.groups.tp) - loss.detach()
         return loss + others
 
+    def _predict(self, hidden: Tensor, batch: MicroBatch) -> dict[str, Tensor]:
+        """The losses of the last chunk, from the hidden states [t/TP, D] before the last norm."""
+        assert self.norm is not None and self.lm_head is not None and batch.labels is not None
+        pack, main = batch.pack, self.norm(hidden)
+        steps: list[Prediction] = []
+        if batch.ahead:
+            [number] = self.config.mtp_layer_ids
+            layer = self.layers[str(number)]
+            assert isinstance(layer, MTPLayer) and isinstance(self.embed_tokens, VocabParallelEmbedding)
+            run, shares = partial(run_layer, self.recompute), self.config.index_share_for_mtp_iteration
+            router = self.router(number)
+            steps = predictions(self.losses, batch, main, self.embed_tokens, layer, run, router, shares)
+        first = Prediction(main, pack.local(batch.labels), batch.scale("lm"))
+        found, best = self.lm_head([first, *steps], self.kernels.loss_chunk_size, best=bool(steps))
+        losses = {"lm": found[0]} | {f"mtp_{i}": found[i] for i in range(1, 1 + len(steps))}
+        if best is not None:
+            counts = accepted(best, steps, pack, self.groups)
+            losses |= {f"accepted_{i}": count for i, count in enumerate(counts, 1)}
+        return losses
+
     def router(self, layer_id: int) -> Router:
         """Of a MoE layer."""
         moe = self.layers[str(layer_id)].mlp
         assert isinstance(moe, MoE)
         return moe.gate
 
+    @property
+    def routed_layers(self) -> list[int]:
+        """Those of the layers that run which have a router."""
+        runs = [*self.layer_ids, *(self.config.mtp_layer_ids if self.predicts else ())]
+        return [i for i in runs if self.config.is_moe(i)]
+
     def routers(self) -> list[Router]:
         """The routers of the layers that run, in the order of the layers."""
-        return [self.router(i) for i in self.layer_ids if self.config.is_moe(i)]
+        return [self.router(i) for i in self.routed_layers]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from megatron_glm.config import RunConfig
@@ -42,16 +43,30 @@ class DecoderLayer(nn.Module):
         )
 
     def forward(self, x: Tensor, pack: PackRows, topk: Tensor | None, student: Student = ()) -> LayerOutput:
-        attended, topk, student, loss = self.self_attn(self.input_layernorm(x), pack, topk, student)
+        return self._run(x, pack, topk, student, None)[0]
+
+    def _run(
+        self, x: Tensor, pack: PackRows, topk: Tensor | None, student: Student, latents: Tensor | None
+    ) -> tuple[LayerOutput, Tensor]:
+        """The layer, and the latents that it has attended to: see `MLA.forward`."""
+        normed = self.input_layernorm(x)
+        attended, topk, student, loss, seen = self.self_attn(normed, pack, topk, student, latents)
         x, normed = self.post_attention_layernorm.add(x, attended)
         if isinstance(self.mlp, MoE):
             out, expert_ids = self.mlp(normed, pack)
-            return LayerOutput(x + out, topk, expert_ids, student, loss)
-        return LayerOutput(x + self.mlp(normed), topk, None, student, loss)
+            return LayerOutput(x + out, topk, expert_ids, student, loss), seen
+        return LayerOutput(x + self.mlp(normed), topk, None, student, loss), seen
+
+
+class MTPOutput(NamedTuple):
+    hidden: Tensor  # [t/TP, D], behind the layer's own last norm
+    topk: Tensor | None
+    latents: Tensor  # [T, C+R] that the step has attended to
+    expert_ids: Tensor | None
 
 
 class MTPLayer(DecoderLayer):
-    """The weights of a multi-token-prediction layer: held, sharded, saved and converted, frozen and never run."""
+    """A multi-token-prediction layer: a decoder layer whose input joins what was predicted with the token there."""
 
     def __init__(self, config: RunConfig, groups: ParallelGroups, layer: int, dispatcher: Dispatcher) -> None:
         super().__init__(config, groups, layer, dispatcher)
@@ -60,3 +75,17 @@ class MTPLayer(DecoderLayer):
         self.hnorm = RMSNorm(width, eps, groups.tp)
         self.eh_proj = ReplicatedLinear(2 * width, width, groups.tp)
         self.shared_head = nn.ModuleDict({"norm": RMSNorm(width, eps, groups.tp)})
+
+    def forward(  # of other arguments than a decoder layer's, which it is built as
+        self, embedded: Tensor, previous: Tensor, pack: PackRows, topk: Tensor | None, latents: Tensor | None
+    ) -> MTPOutput:
+        """One step.
+
+        Args:
+            embedded: [t/TP, D] embeddings of the step's tokens; previous: [t/TP, D] hidden states of the step before,
+                or of the main model, behind the last norm.
+            topk, latents: of the first step where this one shares them, else None.
+        """
+        x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(previous)], dim=-1))
+        output, latents = self._run(x, pack, topk, (), latents)
+        return MTPOutput(self.shared_head["norm"](output.hidden), output.topk, latents, output.expert_ids)

@@ -10,12 +10,26 @@ from megatron_glm.model.pack import PackRows
 
 
 @dataclass(frozen=True)
+class MtpInput:
+    """One MTP step of a micro-batch.
+
+    tokens: [T] int64, `step` tokens further in the same document; labels: [T] int64, one further still.
+    pack: the rows of the pack as this step has them: with its query positions, and without rows that have no token.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    pack: PackRows
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """One micro-batch on the device. The pack is whole on every rank; a chunk takes this rank's rows by `pack.local`.
 
     tokens: [T] int64.
     labels: [T] int64, the next token of each, -100 = no loss; None: no loss is wanted.
     pack: which keys each row may see, and rope.
+    ahead: of each MTP step what it is given and predicts: see `MtpInput`; empty without.
     scales: the factor of each loss by its name, 1 / (its count in the whole step); 1 where a name is missing.
     """
 
@@ -23,6 +37,7 @@ class MicroBatch:
     labels: Tensor | None
     pack: PackRows
     scales: dict[str, float] = field(default_factory=dict)
+    ahead: tuple[MtpInput, ...] = ()
 
     def scale(self, loss: str) -> float:
         return self.scales.get(loss, 1.0)

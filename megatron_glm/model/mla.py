@@ -54,33 +54,42 @@ class MLA(nn.Module):
         self.teaching = IndexerTeaching(run.indexer, config, layer, groups, backend) if teaches else None
 
     def forward(
-        self, x: Tensor, pack: PackRows, topk: Tensor | None, student: Student = ()
-    ) -> tuple[Tensor, Tensor | None, Student, Tensor | None]:
+        self,
+        x: Tensor,
+        pack: PackRows,
+        topk: Tensor | None,
+        student: Student = (),
+        latents: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Student, Tensor | None, Tensor]:
         """Attend.
 
         Args:
             x: [t/TP, D] normalised hidden states of the sequence shard.
             topk: [t, K] int32 selection of the nearest earlier full layer; a full layer replaces it.
             student: of the same layer, see `indexer_training`; empty where no indexer is trained.
+            latents: [T, C+R] of an earlier call, to attend to with its selection `topk`; None: those of x.
         Returns:
-            [t/TP, D], where rows of padding are zero; selection and student in force after this layer; and its share
-            of the indexer's loss, if it teaches.
+            [t/TP, D], where rows of padding are zero; selection and student in force after this layer; its share of the
+            indexer's loss, if it teaches; and the latents.
         """
         cp_without_tp = self.groups.cp.size() > 1 and self.groups.tp.size() == 1  # q communicates under TP
-        kv = beside(cp_without_tp, lambda x: self._latents(x, pack), x)
+        kv = None if latents is not None else beside(cp_without_tp, lambda x: self._latents(x, pack), x)
         qr = self.q_a_layernorm(self.q_a_proj(x))
         teaching = self.teaching if torch.is_grad_enabled() else None
-        if (indexer := self.indexer) is not None and teaching is not None:
+        if (indexer := self.indexer) is not None and kv is not None and teaching is not None:
             topk, student = self._choose(indexer, teaching, x, qr, pack)
-        elif indexer is not None and pack.sparse is not None:
+        elif indexer is not None and kv is not None and pack.sparse is not None:
             topk = keep_choice(lambda: indexer(x, qr, pack))
         q = self.q_b_proj(gather_rows(qr, self.groups.tp)).view(-1, self.heads, self.nope + self.rope)
-        latents, loss = kv(), None
+        if kv is not None:
+            latents = kv()
+        assert latents is not None
+        loss = None
         out, attended = self.attend(q, latents, topk, pack)
         if teaching is not None and teaching.weight:
             to_key, _ = self._absorbed_weights()
             loss = teaching.loss(student, attended, latents, to_key, topk, pack)
-        return self.o_proj(out.flatten(1)), topk, student, loss
+        return self.o_proj(out.flatten(1)), topk, student, loss, latents
 
     def _choose(
         self, indexer: Indexer, teaching: IndexerTeaching, x: Tensor, qr: Tensor, pack: PackRows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import torch
@@ -57,6 +57,8 @@ class PackRows:
     start: Tensor  # int32 [t], the range of pack positions that a local row may see; empty for padding
     end: Tensor  # int32 [t]
     chunks: list[Chunk]  # rows of the sequence shard and their keys, as `ops.indexer_loss.key_chunks` cuts them
+    position: Tensor  # int64 [t] on the host: of each local row in its document
+    host_rows: Tensor | None  # local_rows on the host
     valid: Tensor | None  # bool [t/TP]: rows of the shard that are no padding; None = all
     dense: DenseRows | None
     sparse: SparseRows | None
@@ -70,6 +72,21 @@ class PackRows:
     def rows(self) -> RowsByForm:
         """The local rows that attend to expanded keys and those that attend absorbed."""
         return self.dense and self.dense.rows, self.sparse and self.sparse.rows
+
+    def mtp_step(self, there: Tensor, rope: tuple[Tensor, Tensor] | None) -> PackRows:
+        """The same rows as an MTP step has them.
+
+        Args:
+            there: [T] bool on the host, the rows with an input token: the others count as padding.
+            rope: cos, sin of its queries' positions; None: those of the rows.
+        """
+        valid = there[self.host_rows[self.shard]] if self.host_rows is not None else there[self.shard]
+        valid = upload(valid, self.rope[0].device)
+        return replace(self, valid=valid, rope=self.rope if rope is None else rope)
+
+    def rope_at(self, config: ModelConfig, shift: int) -> tuple[Tensor, Tensor]:
+        """cos, sin [t, R/2] of positions that are `shift` further than those of the rows."""
+        return _rope(self.position + shift, int(self.position.max()) + shift + 1, config, self.rope[0].device)
 
     def local(self, x: Tensor) -> Tensor:
         """The rows of a pack [T, ...] that this context-parallel rank holds: [t, ...]."""
@@ -126,6 +143,8 @@ class PackRows:
             local_rows=None if cp_size == 1 else upload(zigzag_rows(total, cp_rank, cp_size), device),
             order=None if order is None else PackOrder(*upload(torch.stack(order), device)),
             shard=shard,
+            position=position,
+            host_rows=None if cp_size == 1 else zigzag_rows(total, cp_rank, cp_size),
             rope=_rope(position, max(doc_lengths, default=0), config, device),
             start=upload(start.int(), device),
             end=upload(seen.int(), device),

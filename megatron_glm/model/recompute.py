@@ -11,16 +11,20 @@ tensor that the backward needs, so the experts' down projection, whose output no
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_glm.model.layer import LayerOutput
 from megatron_glm.ops.recompute import RecomputeCache
 
 
-def run_layer(granularity: str, layer: nn.Module, *args) -> LayerOutput:
-    """Run a layer; "none" keeps everything, "full" its input and selections, "selective" also what is expensive."""
+def run_layer(granularity: str, layer: nn.Module, *args: Any) -> Any:
+    """Run a layer, and return what it returns.
+
+    "none" keeps everything, "full" its input and selections, "selective" also what is expensive.
+    """
     if granularity == "none" or not torch.is_grad_enabled():
         return layer(*args)
     kept = RecomputeCache(products=granularity == "selective")

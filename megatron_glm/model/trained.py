@@ -14,9 +14,11 @@ TRUNK = frozenset({"trunk"})
 
 
 def part_of(config: ModelConfig, name: str) -> str:
-    """Which part of the model the parameter of this canonical name is in: "mtp", "indexer" or "trunk"."""
+    """The part of the model with the parameter of this canonical name: "mtp", "indexer", "mtp indexer" or "trunk"."""
     parameter = model_parameters(config)[name]
-    return "mtp" if parameter.mtp else "indexer" if parameter.part == "indexer" else "trunk"
+    if parameter.part == "indexer":
+        return "mtp indexer" if parameter.mtp else "indexer"
+    return "mtp" if parameter.mtp else "trunk"
 
 
 def is_trained(config: ModelConfig, name: str, parts: Collection[str] = TRUNK) -> bool:

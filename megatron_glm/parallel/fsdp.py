@@ -172,14 +172,20 @@ def record_change() -> torch.Event | None:
     return torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
 
 
-def reduce_partial_gradients(chunks: Sequence[Chunk]) -> None:
-    """Sum the gradients of replicated parameters over their `sum_groups`, after the last backward of a step."""
+def reduce_partial_gradients(chunks: Sequence[Chunk], ends: dist.ProcessGroup | None = None) -> None:
+    """Sum the gradients of replicated parameters over their `sum_groups`, after the last backward of a step.
+
+    ends: the stages that hold copies of the embedding, of which one may have had no gradient.
+    """
     by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
+            summed = chunk.shards[name].sum_groups
+            if parameter.grad is None and parameter.requires_grad and ends is not None and ends in summed:
+                parameter.grad = torch.zeros_like(parameter)  # the other stage has one
             if parameter.grad is None:
                 continue
-            for group in chunk.shards[name].sum_groups:
+            for group in summed:
                 if group.size() > 1:
                     by_group.setdefault(group, []).append(local(parameter.grad))
     for group, gradients in by_group.items():

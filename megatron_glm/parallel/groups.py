@@ -51,14 +51,17 @@ class ParallelGroups:
     edp: ProcessGroup
     pp_forward: Edges  # activations: from the previous stage, to the next one
     pp_backward: Edges  # gradients: from the next stage, to the previous one
+    ends: ProcessGroup | None = None  # the first and the last pipeline rank; None on the others, and without stages
     ep_node: ProcessGroup | None = None  # the ep ranks of one node; only with --expert-node-size
     ep_inter: ProcessGroup | None = None  # the ep ranks of equal index in their node; only with --expert-node-size
 
     @classmethod
-    def create(cls, parallel: ParallelConfig, host: ProcessGroup | None = None) -> ParallelGroups:
+    def create(
+        cls, parallel: ParallelConfig, host: ProcessGroup | None = None, embedding_copies: bool = False
+    ) -> ParallelGroups:
         """Collective over all ranks of the initialised default group, whatever its size.
 
-        host: `host_group()`, if there is one already.
+        host: `host_group()`, if there is one already; embedding_copies: the last stage has the embedding, too (`ends`).
         """
         world, rank, timeout = default_group(), dist.get_rank(), time_limit(parallel)
         grid = Grid.create(parallel, dist.get_world_size())
@@ -77,6 +80,7 @@ class ParallelGroups:
             world=world,
             gloo_world=host or host_group(parallel),
             checkpoint=_new_group(None, NO_LIMIT, "gloo"),
+            ends=_ends(grid, rank, known, timeout) if embedding_copies else None,
             pp_forward=_edges(grid.ring_edges(), rank, timeout),
             pp_backward=_edges([(after, before) for before, after in grid.ring_edges()], rank, timeout),
             **{name: mine(name) for name in names},
@@ -113,6 +117,16 @@ def _new_group(ranks: Sequence[int] | None, timeout: timedelta, backend: str | N
 def time_limit(parallel: ParallelConfig) -> timedelta:
     """What a collective may take. The hang watchdog, which says more, comes a minute before."""
     return timedelta(minutes=parallel.distributed_timeout_minutes + 1)
+
+
+def _ends(grid: Grid, rank: int, known: dict[tuple[int, ...], ProcessGroup], timeout: timedelta) -> ProcessGroup | None:
+    mine = None
+    for ranks in grid.groups("pp") if grid.pp > 1 else ():
+        ends = ranks[0], ranks[-1]
+        if ends not in known:
+            known[ends] = _new_group(ends, timeout)
+        mine = known[ends] if rank in ends else mine
+    return mine
 
 
 def _edges(sender_receiver: list[tuple[int, int]], rank: int, timeout: timedelta) -> Edges:

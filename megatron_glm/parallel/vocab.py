@@ -6,6 +6,9 @@ softmax, get no gradient and are in no checkpoint.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -26,14 +29,16 @@ IGNORE = -100  # label of a position without loss
 class VocabParallel(nn.Module):
     """Rows [v, D] of a vocabulary matrix [V, D]; `first` is the token id of the first local row."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, tp: ProcessGroup) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, tp: ProcessGroup, copies: ProcessGroup | None = None) -> None:
+        """copies: the pipeline ranks that hold the same rows, each of which has a part of the gradient."""
         super().__init__()
         rows = -(-vocab_size // tp.size())
         self.tp = tp
         self.first = tp.rank() * rows
         self.valid = max(0, min(rows, vocab_size - self.first))
         self.weight = nn.Parameter(torch.empty(rows, hidden_size))
-        info = ShardInfo((vocab_size, hidden_size), (self.first, 0), replica_groups=(), sum_groups=(), expert=False)
+        both = () if copies is None else (copies,)
+        info = ShardInfo((vocab_size, hidden_size), (self.first, 0), replica_groups=both, sum_groups=both, expert=False)
         self.shards = {"weight": info}
 
 
@@ -49,28 +54,48 @@ class VocabParallelEmbedding(VocabParallel):
         return scatter_sum_rows(rows * mine.unsqueeze(-1), self.tp)
 
 
+class Prediction(NamedTuple):
+    """What the head is to predict from some hidden states.
+
+    hidden: sequence shard [t/TP, D] after the last norm; labels: [t] int64, the same on every TP rank; -100 = no loss.
+    scale: factor of the loss; weight: another one, of its gradients alone.
+    trains_head: whether the head's own weight has a gradient of it.
+    """
+
+    hidden: Tensor
+    labels: Tensor
+    scale: float = 1.0
+    weight: float = 1.0
+    trains_head: bool = True
+
+
 class VocabParallelHead(VocabParallel):
     """The output projection together with its loss."""
 
-    def forward(self, hidden: Tensor, labels: Tensor, chunk_size: int, scale: float = 1.0) -> Tensor:
-        """Sum of the cross entropies of all labelled positions, times `scale`.
+    def forward(
+        self, predictions: Sequence[Prediction], chunk_size: int, best: bool = False
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """The sum of the cross entropies of all labelled positions of each prediction, times its scale.
 
-        It is where a backward starts: the gradients are ready after the forward, for a loss whose own gradient is 1,
-        so a factor goes into `scale`.
+        It is where a backward starts: the gradients are ready after the forward, for losses whose own gradient is 1, so
+        factors go into `Prediction`. All at once, because they add to one gradient of the weight.
 
         Args:
-            hidden: sequence shard [t/TP, D] after the last norm.
-            labels: [t] int64, the same on every TP rank; -100 = no loss.
             chunk_size: rows whose logits exist at a time.
+            best: return the most probable tokens, too.
         Returns:
-            fp32 scalar, the same on every TP rank.
+            fp32 scalars, and int64 [predictions, t], the lowest id among equals; the same on every TP rank.
         """
-        # Detached where no gradient is wanted: a Function is told that a parameter needs one even under no_grad.
         total = grad_sum_of(self.weight)
+        # Detached where no gradient is wanted: a Function is given a parameter as one that needs it even under no_grad.
         weight = self.weight if torch.is_grad_enabled() and total is None else self.weight.detach()
         parameter = None if total is None else total.parameter
-        hidden = gather_rows(hidden, self.tp)
-        return _CrossEntropy.apply(hidden, weight, parameter, total, labels, self, chunk_size, scale)
+        hidden = [gather_rows(each.hidden, self.tp) for each in predictions]
+        rows = hidden[0] if len(hidden) == 1 else torch.cat(hidden)
+        *losses, chosen = _CrossEntropy.apply(
+            rows, weight, parameter, total, tuple(predictions), self, chunk_size, best
+        )
+        return losses, chosen if best else None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits [rows, v] of gathered rows; the columns of padding are -inf."""
@@ -81,7 +106,7 @@ class VocabParallelHead(VocabParallel):
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Loss and both gradients chunk by chunk in the forward, where the logits already are.
+    """Losses and both gradients chunk by chunk in the forward, where the logits already are.
 
     The backward hands them out as they are: scaling the weight's, one of the largest tensors of a step, would be a pass
     over it. There is thus one backward for a forward. Where the weight has a sum of gradients already, the forward adds
@@ -95,31 +120,39 @@ class _CrossEntropy(torch.autograd.Function):
         weight: Tensor,
         parameter: nn.Parameter | None,
         total: GradSum | None,
-        labels: Tensor,
+        predictions: tuple[Prediction, ...],
         head: VocabParallelHead,
         chunk_size: int,
-        scale: float,
+        best: bool,
     ):
-        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        losses = [torch.zeros((), dtype=torch.float32, device=hidden.device) for _ in predictions]
+        tokens = hidden.shape[0] // len(predictions)
+        chosen = torch.empty(len(predictions), tokens if best else 0, dtype=torch.int64, device=hidden.device)
         wants_hidden, wants_weight, wants_total = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         present = total.get() if wants_total and total is not None else None
         grad_weight = present  # fp32
-        for begin in range(0, hidden.shape[0], chunk_size):
-            rows = slice(begin, begin + chunk_size)
-            chunk_loss, grad_logits = _chunk(head, weight, hidden[rows], labels[rows], scale)
-            loss += chunk_loss
-            if grad_hidden is not None:
-                torch.mm(grad_logits, weight, out=grad_hidden[rows])
-            if wants_weight or wants_total:
-                grad_weight = add_product(grad_weight, grad_logits, hidden[rows])
+        for i, prediction in enumerate(predictions):
+            for begin in range(0, tokens, chunk_size):
+                end = min(begin + chunk_size, tokens)
+                rows = slice(i * tokens + begin, i * tokens + end)
+                logits = F.linear(hidden[rows], weight)
+                if best:
+                    chosen[i, begin:end] = _best(head, logits)
+                chunk_loss, grad_logits = _chunk(head, logits, prediction.labels[begin:end], prediction)
+                losses[i] += chunk_loss
+                if grad_hidden is not None:
+                    torch.mm(grad_logits, weight, out=grad_hidden[rows])
+                if (wants_weight or wants_total) and prediction.trains_head:
+                    grad_weight = add_product(grad_weight, grad_logits, hidden[rows])
+        ctx.mark_non_differentiable(chosen)
         ctx.gradients = grad_hidden, grad_weight.to(weight.dtype) if wants_weight and grad_weight is not None else None
         ctx.total, ctx.addend = total, grad_weight if wants_total and present is None else None
-        return loss
+        return *losses, chosen
 
     @staticmethod
-    def backward(ctx, grad_loss: Tensor):
-        assert_async(grad_loss == 1, "a factor of the loss goes into the head's scale")
+    def backward(ctx, *grads: Tensor):
+        assert_async((torch.stack(grads[:-1]) == 1).all(), "a factor of the loss goes into the head's Prediction")
         if ctx.addend is not None:
             ctx.total.add(ctx.addend)
         gradients = ctx.gradients
@@ -127,9 +160,21 @@ class _CrossEntropy(torch.autograd.Function):
         return *gradients, None, None, None, None, None, None
 
 
-def _chunk(head: VocabParallelHead, weight: Tensor, hidden: Tensor, labels: Tensor, scale: float):
+def _best(head: VocabParallelHead, logits: Tensor) -> Tensor:
+    """Ids [rows] of the largest logit of each row over all TP ranks; the lowest among equals."""
+    value, column = logits[:, : head.valid].max(dim=-1)
+    token = column + head.first
+    if head.tp.size() == 1:
+        return token
+    largest = value.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=head.tp)
+    token = torch.where(value == largest, token, torch.iinfo(torch.int64).max)
+    dist.all_reduce(token, op=dist.ReduceOp.MIN, group=head.tp)
+    return token
+
+
+def _chunk(head: VocabParallelHead, logits: Tensor, labels: Tensor, prediction: Prediction):
     """Scaled loss sum of one chunk of rows and the gradient of its logits [rows, v] in hidden's dtype."""
-    logits = F.linear(hidden, weight)
     counted = labels != IGNORE
     local = labels - head.first
     column = local.masked_fill(~(counted & (local >= 0) & (local < head.valid)), -1)
@@ -139,5 +184,6 @@ def _chunk(head: VocabParallelHead, weight: Tensor, hidden: Tensor, labels: Tens
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=head.tp)
         lse = largest + sum_over((lse - largest).exp(), head.tp).log()
         target = sum_over(target, head.tp)
-    loss = (lse - target).masked_fill(~counted, 0.0).sum() * scale
+    loss = (lse - target).masked_fill(~counted, 0.0).sum() * prediction.scale
+    scale = prediction.scale * prediction.weight
     return loss, logit_gradient(logits, column, counted, lse, head.valid, scale)

@@ -222,7 +222,11 @@ class Plan:
         """Bytes of activations of one micro-batch that a virtual stage's layers keep until its backward."""
         granularity, model, s = self.config.parallel.recompute_granularity, self.config.model, self.shapes
         arrived = s.tokens * s.slots * 4 if stage.needs_topk(model) else 0  # the selection, with the hidden states
-        return arrived + sum(layer_kept(model, layer, s, granularity) for layer in stage.layers)
+        kept = sum(layer_kept(model, layer, s, granularity) for layer in stage.layers)
+        if stage.mtp and self.config.losses.mtp_steps:  # and of each step the hidden states, embeddings and their pair
+            step = layer_kept(model, model.num_hidden_layers, s, granularity) + 4 * s.shard * model.hidden_size * s.b
+            kept += self.config.losses.mtp_steps * step
+        return arrived + kept
 
     def kept_by_a_forward(self, pp_rank: int) -> int:
         """Bytes that one forward of all stages of a pipeline rank leaves for its backward, the head's included.

@@ -61,14 +61,17 @@ def stage_units(model: ModelConfig, grid: Grid, stage: Stage, parts: frozenset[s
     """The FSDP units of one virtual stage where these parts are trained; see `fsdp.shard_chunk`."""
     units: dict[tuple[int | None, str], list[Parameter]] = {}
     for parameter in model_parameters(model).values():
-        if parameter.kind != "buffer" and _holds(stage, parameter):
+        if parameter.kind != "buffer" and _holds(stage, parameter, "mtp" in parts):
             units.setdefault((parameter.layer, parameter.fsdp_unit), []).append(parameter)
     return tuple(_unit(model, grid, kind, members, parts) for (_, kind), members in units.items())
 
 
-def _holds(stage: Stage, parameter: Parameter) -> bool:
+def _holds(stage: Stage, parameter: Parameter, predicts: bool) -> bool:
+    """predicts: the MTP layer is trained, so that its stage has a copy of the embedding."""
+    if parameter.part == "embedding":
+        return stage.embedding or (stage.mtp and predicts)
     if parameter.layer is None:
-        return stage.embedding if parameter.part == "embedding" else stage.head
+        return stage.head
     return stage.mtp if parameter.mtp else parameter.layer in stage.layers
 
 
@@ -76,7 +79,8 @@ def _unit(model: ModelConfig, grid: Grid, kind: str, members: list[Parameter], p
     shapes: dict[bool, list[tuple[int, ...]]] = {True: [], False: []}
     for parameter in members:
         shapes[is_trained(model, parameter.name, parts)].append(_local_shape(parameter, grid))
-    return FsdpUnit(kind, not members[0].mtp, tuple(shapes[True]), tuple(shapes[False]))
+    runs = not members[0].mtp or "mtp" in parts
+    return FsdpUnit(kind, runs, tuple(shapes[True]), tuple(shapes[False]))
 
 
 def _local_shape(parameter: Parameter, grid: Grid) -> tuple[int, ...]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from megatron_glm.config import RunConfig
 from megatron_glm.config.indexer import FROZEN
-from megatron_glm.data.packing import IGNORE, PackedBatch
+from megatron_glm.data.packing import IGNORE, PackedBatch, ahead
 from megatron_glm.model.glm import GLMChunk, carry_fields
-from megatron_glm.model.micro_batch import MicroBatch
+from megatron_glm.model.micro_batch import MicroBatch, MtpInput
 from megatron_glm.model.pack import PackRows, has_sparse_rows
 from megatron_glm.ops.upload import upload
 from megatron_glm.parallel.fsdp import gather_ahead, record_change, reduce_gradients, set_gradient_sync
@@ -28,10 +29,16 @@ INDEXER = "indexer"  # how far the indexers' choices are from the attention
 def losses_of(config: RunConfig) -> dict[str, Callable[[PackedBatch], int]]:
     """The losses of a step, each with what a pack adds to its count: a loss is a sum divided by the step's count."""
     losses: dict[str, Callable[[PackedBatch], int]] = {LM: lambda batch: batch.loss_tokens}
+    for step in range(1, 1 + config.losses.mtp_steps):  # "accepted" is no loss, but a share of the rows of "mtp"
+        losses |= dict.fromkeys((f"mtp_{step}", f"accepted_{step}"), partial(_labels_ahead, step=step))
     if config.indexer.indexer_training != "off":
         fewest = config.model.index_topk if config.indexer.indexer_loss_rows == "sparse" else 0
         losses[INDEXER] = lambda batch: sum(max(0, length - fewest) for length in batch.doc_lengths)
     return losses
+
+
+def _labels_ahead(batch: PackedBatch, step: int) -> int:
+    return int((ahead(batch, step)[1] != IGNORE).sum())
 
 
 class Engine:
@@ -116,4 +123,12 @@ class Engine:
             device=self.device,
         )
         labels = batch.labels.masked_fill(~batch.loss_mask, IGNORE)
-        return MicroBatch(upload(batch.tokens, self.device), upload(labels, self.device), pack, scales)
+        steps = tuple(self._mtp_input(batch, pack, step) for step in range(1, 1 + self.config.losses.mtp_steps))
+        return MicroBatch(upload(batch.tokens, self.device), upload(labels, self.device), pack, scales, steps)
+
+    def _mtp_input(self, batch: PackedBatch, pack: PackRows, step: int) -> MtpInput:
+        model, rope = self.config.model, None
+        if step > 1 and model.index_share_for_mtp_iteration and not self.config.losses.mtp_unshifted_queries:
+            rope = pack.rope_at(model, step - 1)  # as an engine that drafts: a position more a step, the keys stay
+        tokens, labels, there = ahead(batch, step)
+        return MtpInput(upload(tokens, self.device), upload(labels, self.device), pack.mtp_step(there, rope))

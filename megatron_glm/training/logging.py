@@ -140,7 +140,7 @@ class IterationLog:
             f" {unit}/GPU: {flops / rank_seconds / size:.3f} |"
             f" learning rate: {record['learning_rate']:.6E} |"
             f" global batch size: {record['global_batch_size']:5d} |"
-            f"{_means(steps)}"
+            f"{_means(steps)}{_mtp(record)}"
             f" grad norm: {record['grad_norm']:.3f} |"
             f" peak memory (GiB): {peak_memory_bytes() / 2**30:.2f} |"
         )
@@ -155,3 +155,11 @@ def _means(steps: Sequence[dict[str, Any]]) -> str:
     return "".join(
         f" {name.replace('_', ' ')}: {sum(step[name] for step in steps) / len(steps):.6E} |" for name in losses
     )
+
+
+def _mtp(record: dict[str, Any]) -> str:
+    """The MTP losses and acceptances of the last step, where there are any."""
+    if "mtp_losses" not in record:
+        return ""
+    losses = " ".join(f"{loss:.4f}" for loss in record["mtp_losses"])
+    return f" mtp losses: {losses} | mtp acceptance: {' '.join(f'{share:.3f}' for share in record['mtp_acceptance'])} |"

@@ -17,7 +17,7 @@ from megatron_glm.data.packing import PackedBatch
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.training.batch_size import batch_size, iterations_for, iterations_within
 from megatron_glm.training.checkpointing import Progress, Saver, require_same_order, start_of_run
-from megatron_glm.training.engine import Engine
+from megatron_glm.training.engine import INDEXER, LM, Engine
 from megatron_glm.training.evaluate import LeftOnSignal, evaluate
 from megatron_glm.training.logging import IterationLog, log
 from megatron_glm.training.lr import learning_rate
@@ -27,6 +27,7 @@ from megatron_glm.training.sinks import open_sinks
 from megatron_glm.training.step import Requests, StepCounts, count, train_step
 
 START = time.monotonic()  # for --exit-duration-in-mins: when the program imported this
+MTP_RECORDS = {"mtp_losses": "mtp", "mtp_acceptance": "accepted"}  # keys of the log, kinds of losses
 SAVE_NOW = "save-now"  # a file of this name in --save asks for a checkpoint
 
 
@@ -104,7 +105,8 @@ def validate(engine: Engine, sets: Mapping[str, MicroBatches], iteration: int) -
     """The mean loss of the validation set, or of each by its name; a line in the log for each."""
     losses = {}
     for name, data in sets.items():
-        losses[name], tokens = evaluate_once(engine, data)
+        found, tokens = evaluate_once(engine, data)
+        losses[name] = found[LM]
         which = "" if name == UNNAMED_SET else f" {name}"
         log(f" validation{which} at iteration {iteration} | lm loss: {losses[name]:.6E} | tokens: {tokens}")
     return losses[UNNAMED_SET] if list(losses) == [UNNAMED_SET] else losses
@@ -113,12 +115,19 @@ def validate(engine: Engine, sets: Mapping[str, MicroBatches], iteration: int) -
 def report_losses(engine: Engine, sets: Mapping[str, MicroBatches]) -> None:
     """A line with the mean loss of each set, outside of training."""
     for name, data in sets.items():
-        loss, tokens = evaluate_once(engine, data)
-        log(f"{name} | lm loss: {loss:.6f} | tokens: {tokens}")
+        found, tokens = evaluate_once(engine, data)
+        mtp = [f"{loss:.6f}" for loss in by_step(found, "mtp")]
+        more = f" | mtp losses: {' '.join(mtp)}" if mtp else ""
+        log(f"{name} | lm loss: {found[LM]:.6f} | tokens: {tokens}{more}")
 
 
-def evaluate_once(engine: Engine, data: MicroBatches) -> tuple[float, int]:
-    """Mean loss of a pass over the data, or of its first --eval-iters global batches, and its loss tokens."""
+def by_step(losses: Mapping[str, float], kind: str) -> list[float]:
+    """The losses, or what else is counted, of all MTP steps in order."""
+    return [loss for name, loss in losses.items() if name.startswith(f"{kind}_")]
+
+
+def evaluate_once(engine: Engine, data: MicroBatches) -> tuple[dict[str, float], int]:
+    """Mean losses of a pass over the data, or of its first --eval-iters global batches, and its loss tokens."""
     config, groups = engine.config, engine.groups
     with closing(data.evaluation(*batch_shape(config, groups), config.train.eval_iters)) as steps:
         return evaluate(engine, steps)
@@ -174,8 +183,10 @@ def next_step(
     record |= {"learning_rate": rate, "loss_tokens": counts.loss_tokens}
     if result.fault is not None:
         return record | {"lm_loss": None, "grad_norm": None, "skipped": result.fault}
-    losses = {f"{name}_loss": loss for name, loss in result.losses.items()}
-    return record | losses | {"grad_norm": result.grad_norm, **result.statistics}
+    record |= {f"{name}_loss": loss for name, loss in result.losses.items() if name in (LM, INDEXER)}
+    if config.losses.mtp_steps:
+        record |= {key: by_step(result.losses, kind) for key, kind in MTP_RECORDS.items()}
+    return record | {"grad_norm": result.grad_norm, **result.statistics}
 
 
 def sample_ids(config: RunConfig, data: MicroBatches, progress: Progress) -> dict[str, list[str]]:

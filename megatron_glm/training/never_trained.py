@@ -22,10 +22,14 @@ def never_trained(config: RunConfig) -> frozenset[str]:
 
 
 def warn_of_untrained(config: RunConfig) -> None:
-    """A line if random weights choose the keys that rows attend to."""
-    if config.selects and "indexer" in never_trained(config):
+    """A line if random weights choose the keys that rows attend to, and one for an MTP layer that is not trained."""
+    parts = never_trained(config)
+    if config.selects and "indexer" in parts:
         log(
             f"warning: the indexer was never trained: its random weights choose the keys of every row that sees more "
             f"than {config.model.index_topk}. Pre-train with --attention dense, then --indexer-training warmup, then "
             "sparse (docs/pretraining.md)"
         )
+    if config.model.mtp_layer_ids and "mtp" not in config.trained_parts and not config.train.eval_only:
+        state = "warning: the MTP layer was never trained, and" if "mtp" in parts else "the MTP layer stays as it is,"
+        log(f"{state} this run does not train it: --mtp-num-steps 1 does")

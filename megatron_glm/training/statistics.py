@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_glm.config import ModelConfig
+from megatron_glm.config import LossConfig, ModelConfig, RunConfig
 from megatron_glm.config.parameters import model_parameters
 from megatron_glm.model.glm import GLMChunk
 from megatron_glm.parallel.groups import ParallelGroups
@@ -45,14 +45,14 @@ def observe(
         router_counts: tokens of the step by expert [E] of each router of this rank, summed over the stage.
     """
     model = chunks[0].config
-    moe_layers = _moe_layers(model)
+    moe_layers = _moe_layers(model, chunks[0].losses)
     norms = torch.zeros(2, len(MODULES), dtype=torch.float64)  # squares, and how many tensors were trained
     for name, square in zip(names, squares.tolist(), strict=True):
         module = MODULES.index(module_of(name, model))
         norms[0, module] += square
         norms[1, module] += 1
     routed = torch.zeros(len(moe_layers), 3, dtype=torch.float64)  # load, smallest and largest bias
-    mine = [moe_layers.index(layer) for chunk in chunks for layer in chunk.layer_ids if model.is_moe(layer)]
+    mine = [moe_layers.index(layer) for chunk in chunks for layer in chunk.routed_layers]
     if mine and groups.tp_cp_dp.rank() == 0:  # all ranks of a stage know the same
         biases = torch.stack([router.e_score_correction_bias for chunk in chunks for router in chunk.routers()])
         counts = torch.stack(list(router_counts))
@@ -61,7 +61,7 @@ def observe(
     return torch.cat([norms.flatten(), routed.flatten()])
 
 
-def statistics(model: ModelConfig, groups: ParallelGroups, observed: Tensor) -> dict[str, Any]:
+def statistics(config: RunConfig, groups: ParallelGroups, observed: Tensor) -> dict[str, Any]:
     """Collective over all ranks, on the host: what each of them has observed, as the whole model's.
 
     Returns:
@@ -70,7 +70,7 @@ def statistics(model: ModelConfig, groups: ParallelGroups, observed: Tensor) -> 
         expert_bias_min, expert_bias_max: of the routers' correction bias, by layer;
         peak_memory_bytes: of the rank that needed most.
     """
-    moe_layers, total = _moe_layers(model), observed.clone()
+    moe_layers, total = _moe_layers(config.model, config.losses), observed.clone()
     dist.all_reduce(total, group=groups.gloo_world)
     memory = torch.tensor(peak_memory_bytes())
     dist.all_reduce(memory, op=dist.ReduceOp.MAX, group=groups.gloo_world)
@@ -84,8 +84,10 @@ def statistics(model: ModelConfig, groups: ParallelGroups, observed: Tensor) -> 
     return {"grad_norms": by_module, **by_layer, "peak_memory_bytes": memory.item()}
 
 
-def _moe_layers(model: ModelConfig) -> list[int]:
-    return [layer for layer in range(model.num_hidden_layers) if model.is_moe(layer)]
+def _moe_layers(model: ModelConfig, losses: LossConfig) -> list[int]:
+    """Layers with a router that run, an MTP layer last."""
+    runs = [*range(model.num_hidden_layers), *(model.mtp_layer_ids if losses.mtp_steps else ())]
+    return [layer for layer in runs if model.is_moe(layer)]
 
 
 def peak_memory_bytes() -> int:

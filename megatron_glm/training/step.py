@@ -96,7 +96,7 @@ def train_step(
     config, groups, chunks = engine.config, engine.groups, engine.chunks
     counts = counts or count(config, groups, batches)
     found = engine.forward_backward(batches, counts.losses)
-    reduce_partial_gradients(chunks)
+    reduce_partial_gradients(chunks, groups.ends)
     names, squares = gradient_squares(chunks)  # before the host waits for the loss
     losses = sum_over_ranks(engine, found)
     grad_norm = gradient_norm(squares, groups.world)
@@ -117,7 +117,7 @@ def train_step(
         group["lr"] = learning_rate
     optimizer.step(clipping(grad_norm, config.optimizer.clip_grad))
     optimizer.zero_grad()
-    more = {} if observed is None else statistics(config.model, groups, observed)
+    more = {} if observed is None else statistics(config, groups, observed)
     return StepResult(losses, grad_norm, counts, statistics=more)
 
 
@@ -153,7 +153,7 @@ def count(
     """Counts of the whole step, and what any rank requests: one all-reduce on the host."""
     lengths = [length for batch in batches for length in batch.doc_lengths]
     mine = [sum(map(of_pack, batches)) for of_pack in losses_of(config).values()]
-    mine += [sum(lengths), training_flops(config.model, lengths)]
+    mine += [sum(lengths), training_flops(config.model, lengths, config.losses)]
     counts_here = groups.tp_cp.rank() == 0 and groups.pp.rank() == 0  # the ranks of one replica have the same batches
     # fp64, because FLOPs pass 2^63 from 248 packs of 131,072 tokens on; they are rounded. Tokens are exact up to 2^53.
     totals = torch.tensor([*(mine if counts_here else [0] * len(mine)), *requests], dtype=torch.float64)

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_glm.config import OptimizerConfig
 from megatron_glm.ops.grad_sum import embedding, linear
 from megatron_glm.parallel.linear import replicated
-from megatron_glm.parallel.vocab import VocabParallelHead
+from megatron_glm.parallel.vocab import Prediction, VocabParallelHead
 from megatron_glm.parallel.whole_weights import WholeWeights, held_copy
 from megatron_glm.training.optimizer import build_optimizer
 from tests.reference import single_groups
@@ -85,7 +85,7 @@ def test_loss_and_gradients(vocabulary, valid, chunk_size):
     expected = F.cross_entropy((leaves[0] @ leaves[1].T)[:, :valid], labels, ignore_index=-100, reduction="sum") / 7
     expected.backward()
     poison()
-    loss = head(hidden, labels, chunk_size, 1 / 7)
+    loss = head([Prediction(hidden, labels, 1 / 7)], chunk_size)[0][0]
     loss.backward()
     assert loss.dtype == torch.float32 and abs(loss / expected - 1) < 2e-3
     assert error(hidden.grad, leaves[0].grad) < 1e-2 and error(head.weight.grad, leaves[1].grad) < 1e-2

@@ -23,6 +23,7 @@ class Result:
     """On rank 0: everything of the run by canonical name; on the others: nothing."""
 
     losses: list[float] = field(default_factory=list)
+    others: list[dict[str, float]] = field(default_factory=list)  # the MTP losses and acceptances of each step
     indexer_losses: list[float | None] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)  # of the first step
@@ -94,7 +95,7 @@ def train(config: RunConfig, steps: int = 3, make_pack=pack, copies_agree: bool 
     from megatron_glm.training.step import train_step
 
     config.check(dist.get_world_size())
-    groups = ParallelGroups.create(config.parallel)
+    groups = ParallelGroups.create(config.parallel, embedding_copies=config.losses.mtp_steps > 0)
     chunks = build_chunks(config, groups)
     engine, result = Engine(config, groups, chunks), Result()
 
@@ -111,6 +112,7 @@ def train(config: RunConfig, steps: int = 3, make_pack=pack, copies_agree: bool 
             batches = [make_pack(config.model, config.train.seed, step, index) for index in mine]
             outcome = train_step(engine, optimizer, batches, config.optimizer.lr)
             result.losses.append(outcome.losses["lm"])
+            result.others.append({name: loss for name, loss in outcome.losses.items() if name != "lm"})
             result.indexer_losses.append(outcome.losses.get("indexer"))
             result.norms.append(outcome.grad_norm)
     result.gap = seen.gap

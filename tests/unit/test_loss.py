@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_glm.parallel.vocab import VocabParallelHead
+from megatron_glm.parallel.vocab import Prediction, VocabParallelHead
 from tests.reference import single_groups
 
 T, D, V = 64, 24, 96
@@ -24,6 +24,10 @@ class Largest(TorchDispatchMode):
         sizes = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and not func.is_view]
         self.elements = max(self.elements, *sizes, 0)
         return out
+
+
+def loss_of(head, hidden, labels, chunk_size, scale=1.0):
+    return head([Prediction(hidden, labels, scale)], chunk_size)[0][0]
 
 
 def case(dtype=torch.float32, rows=T):
@@ -46,7 +50,7 @@ def reference(head, hidden, labels):
 @pytest.mark.parametrize("chunk_size", [1, 7, 32, T, 1000])
 def test_equals_torchs_cross_entropy_for_any_chunk_size(chunk_size):
     head, hidden, labels = case()
-    loss = head(hidden, labels, chunk_size, 1 / 5)  # the caller divides by the global count
+    loss = loss_of(head, hidden, labels, chunk_size, 1 / 5)  # the caller divides by the global count
     loss.backward()
     expected, grad_hidden, grad_weight = reference(head, hidden, labels)
     assert loss.dtype == torch.float32 and loss.shape == ()
@@ -58,13 +62,13 @@ def test_equals_torchs_cross_entropy_for_any_chunk_size(chunk_size):
 
 def test_a_factor_after_the_loss_is_refused():
     head, hidden, labels = case()
-    with pytest.raises(RuntimeError, match="goes into the head's scale"):
-        (head(hidden, labels, 7) / 5).backward()
+    with pytest.raises(RuntimeError, match="goes into the head's Prediction"):
+        (loss_of(head, hidden, labels, 7) / 5).backward()
 
 
 def test_without_labels_loss_and_gradients_are_zero():
     head, hidden, labels = case()
-    loss = head(hidden, torch.full_like(labels, -100), 7)
+    loss = loss_of(head, hidden, torch.full_like(labels, -100), 7)
     loss.backward()
     assert loss == 0 and not hidden.grad.any() and not head.weight.grad.any()
 
@@ -73,7 +77,7 @@ def test_large_logits_do_not_overflow():
     head, hidden, labels = case()
     head.weight.data *= 1000
     expected, grad_hidden, _ = reference(head, hidden, labels)
-    loss = head(hidden, labels, 7)
+    loss = loss_of(head, hidden, labels, 7)
     loss.backward()
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
     torch.testing.assert_close(hidden.grad.double(), grad_hidden, rtol=1e-3, atol=1e-1)
@@ -82,7 +86,7 @@ def test_large_logits_do_not_overflow():
 def test_the_logits_of_all_tokens_never_exist():
     head, hidden, labels = case()
     with Largest() as largest:
-        head(hidden, labels, 8).backward()
+        loss_of(head, hidden, labels, 8).backward()
     assert 8 * V <= largest.elements <= max(V, T) * D < T * V
     with Largest() as largest:
         F.cross_entropy(hidden @ head.weight.T, labels)
@@ -92,18 +96,18 @@ def test_the_logits_of_all_tokens_never_exist():
 def test_evaluation_computes_no_gradient():
     head, hidden, labels = case()
     with torch.no_grad(), Largest() as largest:
-        loss = head(hidden.detach(), labels, 8)
-    assert not loss.requires_grad and loss == head(hidden, labels, 8)
+        loss = loss_of(head, hidden.detach(), labels, 8)
+    assert not loss.requires_grad and loss == loss_of(head, hidden, labels, 8)
     assert largest.elements == 8 * V < V * D
 
 
 def test_frozen_weights_and_frozen_inputs_get_none():
     head, hidden, labels = case()
     head.weight.requires_grad_(False)
-    head(hidden, labels, 7).backward()
+    loss_of(head, hidden, labels, 7).backward()
     assert hidden.grad is not None and head.weight.grad is None
     head.weight.requires_grad_(True)
-    head(hidden.detach(), labels, 7).backward()
+    loss_of(head, hidden.detach(), labels, 7).backward()
     assert head.weight.grad is not None
 
 
@@ -113,7 +117,7 @@ def test_bf16_weights_lose_one_rounding_however_small_the_chunks():
     expected, *wanted = reference(head, hidden, labels)
     for chunk_size in (1, 1024):
         head.weight.grad = hidden.grad = None
-        loss = head(hidden, labels, chunk_size)
+        loss = loss_of(head, hidden, labels, chunk_size)
         loss.backward()
         assert loss.dtype == torch.float32
         torch.testing.assert_close(loss.double(), expected, rtol=2e-3, atol=0)
@@ -126,7 +130,7 @@ def test_logits_are_fp32_and_those_of_the_loss():
     head, hidden, labels = case()
     logits = head.logits(hidden)
     torch.testing.assert_close(
-        head(hidden, labels, 7), F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+        loss_of(head, hidden, labels, 7), F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
     )
     head.weight.data = head.weight.data.bfloat16()
     assert head.logits(hidden.bfloat16()).dtype == torch.float32

@@ -45,11 +45,17 @@ RELEASED = dict(
     mlp_layer_types=("dense",) * 3 + ("sparse",) * 75,
 )
 FULL_LAYERS = (0, 1, 2, *range(6, 78, 4))  # of GLM-5.2
-OLD = dict(rope_theta=1e6, max_position_embeddings=202752, indexer_types=("full",) * 78)
+OLD = dict(
+    rope_theta=1e6,
+    max_position_embeddings=202752,
+    indexer_types=("full",) * 78,
+    index_share_for_mtp_iteration=False,
+)
 NEW = dict(
     rope_theta=8e6,
     max_position_embeddings=1048576,
     indexer_types=tuple("full" if i in FULL_LAYERS else "shared" for i in range(78)),
+    index_share_for_mtp_iteration=True,
 )
 
 

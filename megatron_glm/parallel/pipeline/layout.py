@@ -70,11 +70,17 @@ def check_run(config: RunConfig, world_size: int) -> None:
     """Refuse, by ValueError, a configuration that these ranks cannot run: all that is known without torch."""
     config.check(world_size)
     micro_batches = config.micro_batches(config.parallel.data_parallel_size(world_size))
-    check_layout(config.parallel, config.model, world_size, config.data.seq_length, micro_batches)
+    steps = config.losses.mtp_steps
+    check_layout(config.parallel, config.model, world_size, config.data.seq_length, micro_batches, steps)
 
 
 def check_layout(
-    parallel: ParallelConfig, model: ModelConfig, world_size: int, seq_length: int, micro_batches: int
+    parallel: ParallelConfig,
+    model: ModelConfig,
+    world_size: int,
+    seq_length: int,
+    micro_batches: int,
+    mtp_steps: int = 0,
 ) -> Grid:
     """Refuse, by ValueError, every layout that these ranks, this model and its pipeline stages cannot have."""
     parallel.check(model, world_size)
@@ -85,6 +91,11 @@ def check_layout(
         )
     layout = build_layout(parallel, model, seq_length, micro_batches)
     schedule_of(parallel, layout, micro_batches)
+    if mtp_steps and not any(stage.mtp and stage.head for stage in layout.stages):
+        raise ValueError(
+            f"{LAYOUT_FLAG} {parallel.pipeline_model_parallel_layout} has the MTP layer (m) before the head (L): "
+            f"--mtp-num-steps {mtp_steps} trains it where the head is"
+        )
     return grid
 
 

@@ -1,0 +1,73 @@
+"""Multi-token prediction: what the one MTP layer makes of a micro-batch, step by step.
+
+Step k predicts the token k + 1 ahead, from its embedding of the token k ahead and the hidden states of step k - 1
+(DeepSeek-V3, section 2.2; one layer for all steps: GLM-5, section 2.1). Where the config shares them, later steps
+attend to the keys and the selection of the first, as an engine does that drafts with them (GLM-5.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_glm.config import LossConfig
+from megatron_glm.model.layer import MTPLayer, MTPOutput
+from megatron_glm.model.micro_batch import MicroBatch
+from megatron_glm.model.pack import PackRows
+from megatron_glm.model.router import Router
+from megatron_glm.parallel.collectives import gather_values
+from megatron_glm.parallel.groups import ParallelGroups
+from megatron_glm.parallel.vocab import Prediction, VocabParallelEmbedding
+
+Run = Callable[..., MTPOutput]
+
+
+def predictions(
+    losses: LossConfig,
+    batch: MicroBatch,
+    main: Tensor,
+    embed: VocabParallelEmbedding,
+    layer: MTPLayer,
+    run: Run,
+    router: Router,
+    shares: bool,
+) -> list[Prediction]:
+    """What the head is to predict at each MTP step.
+
+    Args:
+        main: [t/TP, D] hidden states of the trunk behind the last norm.
+        run: `run_layer` of the chunk, which may recompute.
+        shares: whether later steps attend to the keys of the first.
+    """
+    found: list[Prediction] = []
+    hidden, topk, latents = main.detach() if losses.mtp_detach else main, None, None
+    for number, step in enumerate(batch.ahead, 1):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not losses.mtp_detach):
+            embedded = embed(step.pack.local(step.tokens))
+        output = run(layer, embedded, hidden, step.pack, topk, latents)
+        if output.expert_ids is not None:
+            router.count(output.expert_ids)
+        hidden = output.hidden
+        if shares:
+            topk, latents = output.topk, output.latents
+        weight = losses.mtp_loss_scaling_factor / losses.mtp_steps
+        labels = step.pack.local(step.labels)
+        found.append(Prediction(hidden, labels, batch.scale(f"mtp_{number}"), weight, not losses.mtp_detach))
+    return found
+
+
+def accepted(best: Tensor, steps: Sequence[Prediction], pack: PackRows, groups: ParallelGroups) -> list[Tensor]:
+    """How many tokens of each step are those that the trunk itself finds most probable there, times the step's scale.
+
+    Args:
+        best: int64 [1 + steps, t], of the trunk and of each step, the same on every TP rank.
+    """
+    trunk = gather_values(best[0][pack.shard], groups.tp_cp)
+    trunk = trunk if pack.order is None else trunk[pack.order.gathered]
+    found = []
+    for number, (chosen, step) in enumerate(zip(best[1:], steps, strict=True), 1):
+        same = chosen == pack.local(trunk.roll(-number))
+        found.append((same & (step.labels >= 0)).sum() * step.scale)
+    return found
