@@ -44,6 +44,11 @@ class ParallelConfig(Section):
         10.0, "end the run when ranks wait for each other, and no rank has moved, for so long"
     )
 
+    @property
+    def defers_weights(self) -> bool:
+        """Whether the schedule puts off the gradients of weights ("W")."""
+        return self.pipeline_schedule != "1f1b"
+
     def data_parallel_size(self, world_size: int) -> int:
         """Data-parallel ranks of `world_size` ranks; raises ValueError if the layout does not fit."""
         tp, pp, cp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.context_parallel_size
@@ -94,7 +99,7 @@ class ParallelConfig(Section):
                 f"--num-layers-per-virtual-pipeline-stage {per_stage} and --pipeline-model-parallel-layout "
                 f"{self.pipeline_model_parallel_layout} both set the stages: give one"
             )
-        if pp == 1 and self.pipeline_schedule != "1f1b":
+        if pp == 1 and self.defers_weights:
             raise ValueError(
                 f"--pipeline-schedule {self.pipeline_schedule} needs --pipeline-model-parallel-size above 1: "
                 "a single stage never waits"

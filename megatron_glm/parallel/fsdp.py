@@ -71,7 +71,7 @@ def shard_chunk(parallel: ParallelConfig, groups: ParallelGroups, chunk: Chunk, 
                 ignored_params=others,
             )
             setattr(module, STAYS_GATHERED, not reshard)
-            if not experts or parallel.pipeline_schedule != "1f1b":  # else autograd makes them, before their "W"
+            if not experts or parallel.defers_weights:  # else autograd makes them, before their "W"
                 module.register_forward_pre_hook(attach_grad_sums)  # once it is gathered
         else:
             WholeWeights(module, elsewhere, dtype, keep=not reshard, narrow=experts)

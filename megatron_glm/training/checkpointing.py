@@ -291,8 +291,8 @@ def start_of_run(config: RunConfig) -> Progress:
         raise ValueError(
             f"--load {section.load}: iteration {iteration} holds the optimizer of a run that trained "
             f"{' and '.join(was)}; this run trains {' and '.join(now)} (--indexer-training "
-            f"{config.indexer.indexer_training}): --finetune "
-            "starts a new run from its weights, --no-load-optim goes on with a fresh optimizer"
+            f"{config.indexer.indexer_training}, --mtp-num-steps {config.losses.mtp_steps}): --finetune starts a new "
+            "run from its weights, --no-load-optim goes on with a fresh optimizer"
         )
     return Progress(iteration, state["consumed_samples"], state["run_id"])
 

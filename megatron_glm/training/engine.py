@@ -59,7 +59,7 @@ class Engine:
             the losses of this rank's stages by name, one dict a micro-batch: fp32 scalars, divided by their counts.
         """
         parallel = self.config.parallel
-        sync = parallel.grad_sync == "every" and parallel.pipeline_schedule == "1f1b"
+        sync = parallel.grad_sync == "every" and not parallel.defers_weights
         for chunk in self.chunks:
             set_gradient_sync(chunk, sync=sync, last=False)
         return self._run(batches, {name: 1 / max(count, 1) for name, count in counts.items()}, training=True)

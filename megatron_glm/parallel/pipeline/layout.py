@@ -246,7 +246,7 @@ def _layer_costs(
             for way in (0, 1)
         )
         weights = (flops.products * rates.products[1] + flops.experts * rates.experts[1]) / 2 / seq_length
-        if parallel.pipeline_schedule == "1f1b":
+        if not parallel.defers_weights:
             layers.append((forward, backward + forward * again))
         else:
             layers.append((forward, backward - weights + forward * again, weights))

@@ -144,6 +144,8 @@ def build_schedule(
             f"a schedule needs at least one of each: --pipeline-model-parallel-size {pp}, "
             f"{chunks} virtual stages a rank, {micro_batches} micro-batches"
         )
+    if name not in NAMES:
+        raise ValueError(f"--pipeline-schedule {name}: choose from {', '.join(NAMES)}")
     group_size = pp if group_size is None else group_size
     if group_size < pp:
         raise ValueError(
