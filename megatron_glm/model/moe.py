@@ -10,6 +10,7 @@ from megatron_glm.model.mlp import MLP
 from megatron_glm.model.pack import PackRows
 from megatron_glm.model.router import Router
 from megatron_glm.ops.experts import grouped_mlp
+from megatron_glm.ops.grad_sum import AS_THEY_ARE
 from megatron_glm.parallel.dispatch.local import Dispatcher
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.shard import ShardInfo
@@ -29,6 +30,7 @@ class Experts(nn.Module):
             raise ValueError(f"n_routed_experts {experts} is not divisible by --expert-model-parallel-size {ep.size()}")
         width, hidden = config.moe_intermediate_size, config.hidden_size
         shapes = {"gate_up": (experts, 2 * width, hidden), "down": (experts, hidden, width)}
+        self.products = AS_THEY_ARE
         self.shards = {}
         for name, shape in shapes.items():
             local = experts // ep.size()
@@ -37,7 +39,7 @@ class Experts(nn.Module):
             self.shards[name] = ShardInfo(shape, offsets, replica_groups=(), sum_groups=(), expert=True)
 
     def forward(self, rows: Tensor, row_weights: Tensor, counts: Tensor) -> Tensor:
-        return grouped_mlp(rows, row_weights, counts, self.gate_up, self.down)
+        return grouped_mlp(rows, row_weights, counts, self.gate_up, self.down, self.products)
 
 
 class MoE(nn.Module):

@@ -6,11 +6,18 @@ import torch
 from torch import Tensor
 
 from megatron_glm.ops import grad_sum
-from megatron_glm.ops.grad_sum import AS_THEY_ARE, GradSum, grouped_linear, weight_inputs
+from megatron_glm.ops.grad_sum import AS_THEY_ARE, GradSum, Products, grouped_linear, weight_inputs
 from megatron_glm.ops.swiglu import weighted_swiglu, weighted_swiglu_backward, weighted_swiglu_torch
 
 
-def grouped_mlp(rows: Tensor, row_weights: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def grouped_mlp(
+    rows: Tensor,
+    row_weights: Tensor,
+    counts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    products: Products = AS_THEY_ARE,
+) -> Tensor:
     """down_e(row_weight * silu(gate_e(x)) * up_e(x)) for rows grouped by expert.
 
     The weight multiplies the product in fp32 before its one rounding. transformers multiplies the expert's output:
@@ -23,12 +30,12 @@ def grouped_mlp(rows: Tensor, row_weights: Tensor, counts: Tensor, gate_up: Tens
     over the experts. One without rows has a gradient, too (zero): no rank skips its reduction.
     """
     ends = counts.cumsum(0).to(torch.int32)
-    product = grouped_linear(rows, gate_up, ends, kept=True)
+    product = grouped_linear(rows, gate_up, ends, True, products)
     if not grad_sum.has_grouped_products(rows):
-        return grouped_linear(weighted_swiglu_torch(product, row_weights), down, ends)
+        return grouped_linear(weighted_swiglu_torch(product, row_weights), down, ends, False, products)
     grads: list[Tensor] = []  # where _Down's backward leaves the output's gradient
-    product = _Keep.apply(product, row_weights, *weight_inputs(down), ends, grads)
-    return _Down.apply(product, row_weights.detach(), down.detach(), ends, grads)
+    product = _Keep.apply(product, row_weights, *weight_inputs(down), ends, grads, products)
+    return _Down.apply(product, row_weights.detach(), down.detach(), ends, grads, products)
 
 
 class _Keep(torch.autograd.Function):
@@ -48,9 +55,10 @@ class _Keep(torch.autograd.Function):
         total: GradSum | None,
         ends: Tensor,
         grads: list[Tensor],
+        products: Products,
     ) -> Tensor:
         ctx.save_for_backward(gate_up, row_weights, down, ends)
-        ctx.total, ctx.grads = total, grads
+        ctx.total, ctx.grads, ctx.products = total, grads, products
         ctx.set_materialize_grads(False)
         return gate_up.view_as(gate_up)
 
@@ -58,25 +66,33 @@ class _Keep(torch.autograd.Function):
     def backward(ctx, _):
         gate_up, row_weights, down, ends = ctx.saved_tensors
         grad = ctx.grads.pop()
-        grad_hidden = AS_THEY_ARE.input_gradient(grad, down, ends)
+        grad_hidden = ctx.products.input_gradient(grad, down, ends)
         grad_gate_up, grad_weights, hidden = weighted_swiglu_backward(grad_hidden, gate_up, row_weights)
         grad_down = None
         if ctx.total is not None:
-            ctx.total.add_product(grad, hidden, ends)
+            ctx.total.add_product(grad, hidden, ends, ctx.products)
         elif ctx.needs_input_grad[3]:
-            grad_down = AS_THEY_ARE.weight_gradient(grad, hidden, ends)
-        return grad_gate_up, grad_weights, None, grad_down, None, None, None
+            grad_down = ctx.products.weight_gradient(grad, hidden, ends)
+        return grad_gate_up, grad_weights, None, grad_down, None, None, None, None
 
 
 class _Down(torch.autograd.Function):
     """The gated product and the down projection; the backward leaves the gradient to `_Keep`, which runs next."""
 
     @staticmethod
-    def forward(ctx, gate_up: Tensor, row_weights: Tensor, down: Tensor, ends: Tensor, grads: list[Tensor]) -> Tensor:
+    def forward(
+        ctx,
+        gate_up: Tensor,
+        row_weights: Tensor,
+        down: Tensor,
+        ends: Tensor,
+        grads: list[Tensor],
+        products: Products,
+    ) -> Tensor:
         ctx.grads = grads
-        return AS_THEY_ARE.output(weighted_swiglu(gate_up, row_weights), down, ends)
+        return products.output(weighted_swiglu(gate_up, row_weights), down, ends)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         ctx.grads.append(grad.contiguous())
-        return None, None, None, None, None
+        return None, None, None, None, None, None

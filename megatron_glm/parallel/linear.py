@@ -2,7 +2,8 @@
 
 Between layers a tensor-parallel rank holds its sequence shard [t/TP, D]. A block gathers the rows
 (`collectives.gather_rows`), multiplies by its columns, then by its rows, and the sum over the ranks is
-scattered back to sequence shards. No layer has a bias. Selective recomputation keeps a product that is `kept`.
+scattered back to sequence shards. No layer has a bias. Selective recomputation keeps a product that is `kept`;
+`products` is the precision.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatron_glm.ops.grad_sum import linear
+from megatron_glm.ops.grad_sum import AS_THEY_ARE, linear
 from megatron_glm.parallel.collectives import scatter_sum_rows
 from megatron_glm.parallel.shard import ShardInfo
 
@@ -41,12 +42,12 @@ class ReplicatedLinear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, tp: ProcessGroup, kept: bool = False) -> None:
         super().__init__()
-        self.kept = kept
+        self.kept, self.products = kept, AS_THEY_ARE
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.shards = {"weight": replicated((out_features, in_features), tp)}
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.kept)
+        return linear(x, self.weight, self.kept, self.products)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -54,13 +55,13 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, tp: ProcessGroup, kept: bool = False) -> None:
         super().__init__()
-        self.kept = kept
+        self.kept, self.products = kept, AS_THEY_ARE
         shape, info = split((out_features, in_features), 0, tp)
         self.weight = nn.Parameter(torch.empty(shape))
         self.shards = {"weight": info}
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.kept)
+        return linear(x, self.weight, self.kept, self.products)
 
 
 class RowParallelLinear(nn.Module):
@@ -68,11 +69,11 @@ class RowParallelLinear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, tp: ProcessGroup, kept: bool = False) -> None:
         super().__init__()
-        self.kept = kept
+        self.kept, self.products = kept, AS_THEY_ARE
         shape, info = split((out_features, in_features), 1, tp)
         self.weight = nn.Parameter(torch.empty(shape))
         self.shards = {"weight": info}
         self.tp = tp
 
     def forward(self, x: Tensor) -> Tensor:
-        return scatter_sum_rows(linear(x, self.weight, self.kept), self.tp)
+        return scatter_sum_rows(linear(x, self.weight, self.kept, self.products), self.tp)

@@ -15,6 +15,7 @@ from megatron_glm.model.moe import MoE
 from megatron_glm.model.recompute import run_layer
 from megatron_glm.ops import experts
 from megatron_glm.ops.experts import grouped_mlp
+from megatron_glm.ops.grad_sum import Products
 from megatron_glm.ops.permute import RowMap, permute, unpermute
 from megatron_glm.parallel.dispatch import DISPATCHERS, make_dispatcher
 from megatron_glm.parallel.dispatch.local import DispatchContext, Dispatcher, LocalDispatcher
@@ -215,3 +216,28 @@ def test_copies_of_a_token_with_uniform_routing():
     assert context.copies(1) == 1
     assert context.copies(256) == pytest.approx(8)
     assert 7 < context.copies(64) < 8
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_another_precision_makes_every_product_of_the_experts(grouped, monkeypatch):
+    """Counted: gate_up and down have an output, an input gradient and a weight gradient each."""
+    made = []
+
+    class Counted(Products):
+        def output(self, *args):
+            made.append("output")
+            return super().output(*args)
+
+        def input_gradient(self, *args):
+            made.append("input")
+            return super().input_gradient(*args)
+
+        def weight_gradient(self, *args):
+            made.append("weight")
+            return super().weight_gradient(*args)
+
+    monkeypatch.setattr(experts.grad_sum, "has_grouped_products", lambda rows: grouped)
+    leaves = [torch.randn(s, dtype=torch.bfloat16).requires_grad_() for s in [(6, 16), (2, 48, 16), (2, 16, 24)]]
+    weights, counts = torch.rand(6), torch.tensor([2, 4])
+    experts.grouped_mlp(leaves[0], weights, counts, *leaves[1:], Counted()).float().sum().backward()
+    assert sorted(made) == sorted(2 * ["output", "input", "weight"])
