@@ -51,7 +51,7 @@ KINDS = {
 def configured(flags: argparse.Namespace) -> RunConfig:
     """The configuration of these flags, completed by the reference case, checked for the ranks that are here."""
     bf16 = torch.cuda.is_available() or getattr(flags, "attention_backend", "auto") in ("cudnn", "tilelang")
-    own = {"mock_data": True, "train_iters": 1, "profile_step_start": 0, "bf16": bf16}
+    own = {"mock_data": True, "train_iters": 1, "profile_step_start": 0, "bf16": bf16, "mtp_num_steps": 0}
     given = REFERENCE | own | vars(flags)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if useless := sorted(READ_AND_WRITTEN & vars(flags).keys()):
@@ -117,7 +117,7 @@ class Bench:
 
     def forward_backward(self) -> None:
         self.engine.forward_backward(self.batches, self.counts.losses)
-        reduce_partial_gradients(self.chunks)
+        reduce_partial_gradients(self.chunks, self.engine.groups.ends)
 
     def whole_step(self, optimizer: torch.optim.Optimizer) -> None:
         rate = self.config.optimizer.lr

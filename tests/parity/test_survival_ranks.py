@@ -40,8 +40,8 @@ def in_second_step(action) -> None:
 
     reduce, done = step.reduce_partial_gradients, []
 
-    def acting(chunks):
-        reduce(chunks)
+    def acting(chunks, ends):
+        reduce(chunks, ends)
         done.append(1)
         if len(done) == 2 and dist.get_rank() == 1:
             action(chunks)

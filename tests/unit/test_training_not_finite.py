@@ -25,8 +25,8 @@ def poison(monkeypatch, name: str, value: float) -> None:
     """Lets the gradient of `name` be `value` in the second step."""
     reduce, done = step_module.reduce_partial_gradients, [0]
 
-    def reduce_and_poison(chunks):
-        reduce(chunks)
+    def reduce_and_poison(chunks, ends):
+        reduce(chunks, ends)
         done[0] += 1
         if done[0] == 2:
             local(dict(chunks[0].named_parameters())[name].grad).view(-1)[1] = value
@@ -64,8 +64,8 @@ def test_many_skipped_steps_in_a_row_end_the_run(run, monkeypatch, capsys):
     """The count begins anew after a good step."""
     reduce, steps = step_module.reduce_partial_gradients, []
 
-    def poisoned(chunks):
-        reduce(chunks)
+    def poisoned(chunks, ends):
+        reduce(chunks, ends)
         steps.append(1)
         if len(steps) != 3:
             local(dict(chunks[0].named_parameters())["lm_head.weight"].grad).view(-1)[1] = float("nan")
