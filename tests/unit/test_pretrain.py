@@ -120,7 +120,9 @@ def test_a_blend_is_known_by_its_weights_and_its_rare_parts(tmp_path):
 def test_a_fine_tuned_checkpoint_is_no_beginning_of_a_pretraining(run, capsys):
     write_rows(Path())
     finetune(train_iters=1, save="out")
-    message = refusal(run, capsys, preset=None, load="out", train_iters=2, seq_length=24)
+    given = {"preset": None, "load": "out", "train_iters": 2, "seq_length": 24}
+    assert "trained trunk; this run trains mtp and trunk" in refusal(run, capsys, **given)
+    message = refusal(run, capsys, **given, mtp_num_steps="0")
     assert "out was trained with --split None, this run has 969,30,1; --finetune" in message
     run(preset=None, load="out", train_iters=1, seq_length=24, finetune=True)
 
