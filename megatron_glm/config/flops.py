@@ -9,10 +9,12 @@ Padding and recomputation count as nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
+from .indexer import FROZEN, IndexerConfig
 from .model import ModelConfig
 from .parameters import layer_parameters, model_parameters
 from .training import NEXT_TOKEN, LossConfig
@@ -96,10 +98,37 @@ def mtp_flops(config: ModelConfig, doc_lengths: Iterable[int], steps: int) -> tu
     return trained, scores
 
 
-def training_flops(config: ModelConfig, doc_lengths: Iterable[int], losses: LossConfig = NEXT_TOKEN) -> int:
-    """FLOPs of a training step on these documents: the backward costs twice the forward, except of what is frozen."""
+def training_flops(
+    config: ModelConfig,
+    doc_lengths: Iterable[int],
+    losses: LossConfig = NEXT_TOKEN,
+    indexer: IndexerConfig = FROZEN,
+    dense: bool = False,
+) -> int:
+    """FLOPs of a training step on these documents: the backward costs twice the forward, except of what is frozen.
+
+    Args:
+        losses, indexer: what is trained; in the indexer's warm-up, and with --train-only, the trunk has a forward only.
+        dense: every row attends to all keys before it, and nothing is selected.
+    """
     lengths = list(doc_lengths)
-    trained, indexers = forward_flops(config, lengths)
-    mtp, mtp_indexer = mtp_flops(config, lengths, losses.mtp_steps)
-    trunk = trained if losses.train_only == "mtp" else 3 * trained
-    return trunk + indexers + 3 * mtp + mtp_indexer
+    seen = replace(config, index_topk=max(lengths, default=1)) if dense else config
+    trunk, scores = forward_flops(seen, lengths)
+    mtp, mtp_scores = mtp_flops(seen, lengths, losses.mtp_steps)
+    frozen = indexer.indexer_training == "warmup" or losses.train_only is not None
+    total = (1 if frozen else 3) * trunk + 3 * mtp + (0 if dense else scores + mtp_scores)
+    return total + indexer_loss_flops(seen, lengths, indexer)
+
+
+def indexer_loss_flops(config: ModelConfig, lengths: Sequence[int], indexer: IndexerConfig) -> int:
+    """Of the indexers' loss: scores and projections with their backward, and the products of each teacher's heads."""
+    if indexer.indexer_training == "off":
+        return 0
+    pairs, tokens, total = sum(attended_keys(length, config.index_topk) for length in lengths), sum(lengths), 0
+    for layer in range(config.num_hidden_layers):
+        if config.has_indexer(layer):
+            total += 3 * (2 * config.index_n_heads * config.index_head_dim * pairs)
+            total += 3 * tokens * _products(config, layer)["indexer"]
+        if indexer.taught_by(config, layer):
+            total += 2 * config.num_attention_heads * config.qk_head_dim * pairs
+    return total

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_glm.config import ModelConfig, RunConfig
+from megatron_glm.config import IndexerConfig, ModelConfig, RunConfig
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,16 @@ def layer_kept(model: ModelConfig, layer: int, s: Shapes, granularity: str) -> i
     if model.is_moe(layer):
         kept += s.shard * model.num_experts_per_tok * 8
     return kept + (_products(model, layer, s) if granularity == "selective" else 0)
+
+
+def indexer_kept(indexer: IndexerConfig, model: ModelConfig, layer: int, s: Shapes) -> int:
+    """What the indexer's loss keeps of a layer: in warm-up the gradients of queries, keys and weights that a teacher
+    has made; in the sparse stage the student's log-probabilities and each teacher's probabilities, fp32."""
+    teaches, full = bool(indexer.taught_by(model, layer)), model.has_indexer(layer)
+    if indexer.indexer_training == "sparse":
+        return (teaches + full) * s.shard * s.slots * 4
+    width = model.index_n_heads * (model.index_head_dim * s.b + 4)
+    return teaches * (s.shard * width + s.pack * model.index_head_dim * s.b)
 
 
 def layer_again(model: ModelConfig, layer: int, s: Shapes, granularity: str) -> int:

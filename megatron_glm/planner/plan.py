@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_glm.config import RunConfig
+from megatron_glm.ops.indexer_loss import CHUNK_BYTES
 from megatron_glm.ops.sparse_mla import PART_BYTES, sums_in_order
 from megatron_glm.parallel.dispatch import Dispatcher, make_dispatcher
 from megatron_glm.parallel.fsdp import holds_whole
@@ -30,6 +31,7 @@ from megatron_glm.planner.activations import (
     Shapes,
     head_bytes,
     head_kept,
+    indexer_kept,
     layer_again,
     layer_deferred,
     layer_gradients,
@@ -98,6 +100,8 @@ class Plan:
         dense = tokens * min(length, topk) // length
         if config.dense_rows == "off" or (config.dense_rows == "short" and length > topk):
             dense = 0
+        if config.dense_rows == "all":
+            dense = tokens
         return Shapes(pack, tokens, tokens // grid.tp, dense, min(topk, pack), grid.tp, 2 if config.train.bf16 else 4)
 
     @cached_property
@@ -222,7 +226,11 @@ class Plan:
         """Bytes of activations of one micro-batch that a virtual stage's layers keep until its backward."""
         granularity, model, s = self.config.parallel.recompute_granularity, self.config.model, self.shapes
         arrived = s.tokens * s.slots * 4 if stage.needs_topk(model) else 0  # the selection, with the hidden states
-        kept = sum(layer_kept(model, layer, s, granularity) for layer in stage.layers)
+        indexer = self.config.indexer
+        student = sum(indexer_kept(indexer, model, layer, s) for layer in stage.layers)
+        if indexer.indexer_training == "warmup":
+            return student
+        kept = student + sum(layer_kept(model, layer, s, granularity) for layer in stage.layers)
         if stage.mtp and self.config.losses.mtp_steps:  # and of each step the hidden states, embeddings and their pair
             step = layer_kept(model, model.num_hidden_layers, s, granularity) + 4 * s.shard * model.hidden_size * s.b
             kept += self.config.losses.mtp_steps * step
@@ -261,4 +269,6 @@ class Plan:
         ordered = sums_in_order(kernels.attention_backend, kernels.deterministic, s.pack)
         gradients = layer_gradients(model, s) + (PART_BYTES if ordered else 0)
         layers = [layer for stage in self.layout.of_rank(pp_rank) for layer in stage.layers]
+        if self.config.indexer.indexer_training == "warmup":  # of a layer's forward, and the loss's chunk
+            return max((layer_kept(model, i, s, "none") for i in layers), default=0) + CHUNK_BYTES
         return max((layer_again(model, i, s, granularity) + gradients for i in layers), default=0)

@@ -190,7 +190,8 @@ def _pipeline_lines(plan: Plan) -> Iterator[str]:
 def _work_lines(plan: Plan) -> Iterator[str]:
     config, cp = plan.config, plan.grid.cp
     length, packs = config.data.seq_length, config.train.global_batch_size
-    flops = packs * training_flops(config.model, [length], config.losses)
+    dense = config.attends_densely
+    flops = packs * training_flops(config.model, [length], config.losses, config.indexer, dense)
     yield (
         f"work: {packs * length:,} tokens and {flops / 1e15:,.1f} PFLOP a step (recomputation not counted), "
         f"{flops / plan.world_size / 1e12:,.1f} TFLOP a GPU, if each document fills its pack"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_glm.config import ModelConfig
+from megatron_glm.config import IndexerConfig, ModelConfig
 from megatron_glm.config.flops import attended_keys, causal_keys, forward_flops, training_flops
 
 
@@ -65,3 +65,18 @@ def test_released_model_costs_two_flops_per_active_weight():
     """At one token the attention core is negligible: 2 FLOPs for each of about 40 G active weights."""
     trained, _ = forward_flops(ModelConfig.from_hf("glm5.2"), [1])
     assert 2 * 38e9 < trained < 2 * 41e9
+
+
+def test_the_indexers_training_costs_what_its_pairs_do():
+    config, length = ModelConfig.from_hf("glm5.2"), 8192
+    base, pairs = training_flops(config, [length]), attended_keys(length, 2048)
+    more = training_flops(config, [length], indexer=IndexerConfig("sparse")) - base
+    projections = 3 * length * 2 * (4096 * 2048 + 128 * 6144 + 32 * 6144)
+    assert more == 21 * (3 * 2 * 32 * 128 * pairs + projections) + 78 * 2 * 64 * 256 * pairs
+    own = training_flops(config, [length], indexer=IndexerConfig("sparse", "own")) - base
+    assert more - own == 57 * 2 * 64 * 256 * pairs
+    dense = training_flops(config, [length], dense=True)
+    warm = training_flops(config, [length], indexer=IndexerConfig("warmup"), dense=True)
+    assert (
+        dense > base and warm < dense and training_flops(config, [], indexer=IndexerConfig("warmup"), dense=True) == 0
+    )
