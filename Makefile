@@ -14,4 +14,4 @@ test:
 
 check:
 	@python=$$(bash examples/setup.sh) && $$python -m ruff check . && $$python -m ruff format --check . \
-	&& $$python -m pyright
+	&& $$python -m pyright --pythonpath $$python
