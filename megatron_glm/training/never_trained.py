@@ -8,9 +8,9 @@ from megatron_glm.training.logging import log
 
 
 def never_trained(config: RunConfig) -> frozenset[str]:
-    """Of "indexer" and "mtp", what was never trained when this run starts.
+    """Of the parts "indexer", "mtp" and "mtp indexer" (`trained.part_of`), those never trained when this run starts.
 
-    From scratch both; else what the checkpoint of --load says. Converted weights count as trained.
+    From scratch all; else what the checkpoint of --load says. Converted weights count as trained.
     """
     section, model = config.checkpoint, config.model
     if section.load is not None:
@@ -18,7 +18,7 @@ def never_trained(config: RunConfig) -> frozenset[str]:
         return frozenset(sharded.state_of(folder).get("never_trained", ()))
     if section.load_hf is not None:
         return frozenset()
-    return frozenset({"indexer", "mtp"} if model.mtp_layer_ids else {"indexer"})
+    return frozenset({"indexer", "mtp", "mtp indexer"} if model.mtp_layer_ids else {"indexer"})
 
 
 def warn_of_untrained(config: RunConfig) -> None:

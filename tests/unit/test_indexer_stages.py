@@ -36,21 +36,25 @@ def test_three_stages(capsys):
     off = {"mtp_num_steps": "0"}
     pretrain(attention="dense", train_iters=2, save="dense", log_file="dense.jsonl", **off)
     assert WARNING not in capsys.readouterr().out
-    assert state("dense")["never_trained"] == ["indexer", "mtp"]
-    stage = dict(preset=None, train_iters=2, finetune=True, **off)
+    assert state("dense")["never_trained"] == ["indexer", "mtp", "mtp indexer"]
+    stage = dict(preset=None, train_iters=2, finetune=True)
+    # warm-up holds the MTP layer, too, unasked
     pretrain(**stage, load="dense", indexer_training="warmup", save="warm", log_file="warm.jsonl")
     out = capsys.readouterr().out
     assert WARNING not in out and " indexer loss: " in out
-    assert state("warm")["never_trained"] == ["mtp"] and moved("dense", "warm") == {"indexer"}
-    pretrain(**stage, load="warm", indexer_training="sparse", save="sparse", log_file="sparse.jsonl")
+    assert state("warm")["never_trained"] == ["mtp", "mtp indexer"] and moved("dense", "warm") == {"indexer"}
+    pretrain(**stage, **off, load="warm", indexer_training="sparse", save="sparse", log_file="sparse.jsonl")
     assert WARNING not in capsys.readouterr().out
-    assert state("sparse")["never_trained"] == ["mtp"] and moved("warm", "sparse") == {"indexer", "trunk"}
+    assert state("sparse")["never_trained"] == ["mtp", "mtp indexer"] and moved("warm", "sparse") == {
+        "indexer",
+        "trunk",
+    }
     assert all("indexer_loss" not in line for line in json_log("dense.jsonl"))
     for log in ("warm.jsonl", "sparse.jsonl"):
         assert all(line["indexer_loss"] > 0 and line["lm_loss"] > 0 for line in json_log(log))
     assert set(json_log("warm.jsonl")[-1]["grad_norms"]) == {"indexer"}
     pretrain(preset=None, load="sparse", train_iters=3, indexer_training="sparse", save="sparse", **off)  # goes on
-    assert json.loads(Path("sparse/iter_0000003/state.json").read_text())["never_trained"] == ["mtp"]
+    assert json.loads(Path("sparse/iter_0000003/state.json").read_text())["never_trained"] == ["mtp", "mtp indexer"]
     capsys.readouterr()
     code = exit_code(lambda: pretrain(preset=None, load="sparse", train_iters=4, **off))
     message = capsys.readouterr().err
@@ -59,7 +63,7 @@ def test_three_stages(capsys):
 
 def test_pre_training_trains_the_mtp_layer_and_says_so_in_the_checkpoint(capsys):
     pretrain(train_iters=2, save="out", log_file="log.jsonl", mtp_num_steps=2)
-    assert state("out")["never_trained"] == ["indexer"] and " mtp losses: " in capsys.readouterr().out
+    assert state("out")["never_trained"] == ["indexer", "mtp indexer"] and " mtp losses: " in capsys.readouterr().out
     assert all(len(line["mtp_losses"]) == len(line["mtp_acceptance"]) == 2 for line in json_log("log.jsonl"))
     pretrain(preset=None, load="out", eval_only=True, mtp_num_steps=2)
     assert " | mtp losses: " in capsys.readouterr().out
@@ -69,7 +73,7 @@ def test_training_around_an_untrained_indexer_is_warned_of_by_name(capsys):
     pretrain(train_iters=2, save="out", mtp_num_steps="0")
     out = capsys.readouterr().out
     assert WARNING in out and "--attention dense" in out
-    assert state("out")["never_trained"] == ["indexer", "mtp"]
+    assert state("out")["never_trained"] == ["indexer", "mtp", "mtp indexer"]
     pretrain(preset=None, load="out", train_iters=3, mtp_num_steps="0")
     assert WARNING in capsys.readouterr().out
     pretrain(train_iters=1, dsa_indexer_topk=32)
