@@ -29,6 +29,7 @@ c10d = private(__name__, "torch._C._distributed_c10d")
 
 REPORT_WITHIN = 20.0  # seconds for the ranks to say where they are
 BACKSTOP = 120.0  # seconds after the limit: this thread itself did not run, as when C code holds Python's lock
+STDERR = sys.__stderr__ or sys.stderr  # that of the process: what replaces sys.stderr may have no descriptor
 PACKAGE = str(Path(__file__).parents[1])
 
 _running: Watchdog | None = None
@@ -70,7 +71,7 @@ class Watchdog(threading.Thread):
         sent, last, moved = 0, -1, time.monotonic()
         while not self.stopped.wait(self.interval):
             if self.limit >= 60:
-                faulthandler.dump_traceback_later(self.limit + BACKSTOP, exit=True, file=sys.stderr)
+                faulthandler.dump_traceback_later(self.limit + BACKSTOP, exit=True, file=STDERR)
             beats = heartbeat.beats
             try:
                 total = self.store.add("beats", beats - sent)
@@ -85,7 +86,7 @@ class Watchdog(threading.Thread):
 
     def end(self) -> None:
         """Report and leave the process; the main thread may be anywhere."""
-        faulthandler.dump_traceback_later(4 * REPORT_WITHIN, exit=True, file=sys.stderr)  # if even that hangs
+        faulthandler.dump_traceback_later(4 * REPORT_WITHIN, exit=True, file=STDERR)  # if even that hangs
         file = self.folder / f"rank-{self.rank:05d}.txt"
         with suppress(RuntimeError):  # rank 0 has ended, as `verdict` will find
             self.store.set("hangs", "1")
@@ -98,7 +99,7 @@ class Watchdog(threading.Thread):
             self.dump_nccl()
             where = f"the stacks of every rank: {self.folder}"
         except OSError as error:
-            self.dump(sys.stderr)
+            self.dump(STDERR)
             where = f"{file} cannot be written ({error}), the stacks are above"
         try:
             verdict, behind = self.verdict()
@@ -106,7 +107,7 @@ class Watchdog(threading.Thread):
             verdict, behind = f"rank {self.rank} is {_at(heartbeat.step)} ({self.where()}), rank 0 has ended", None
         if self.rank == 0 or behind is None or self.rank in behind:
             limit = f"no rank has moved for {self.minutes:g} minutes (--distributed-timeout-minutes)"
-            print(f"error: {limit}: {verdict}; {where}", file=sys.__stderr__, flush=True)
+            print(f"error: {limit}: {verdict}; {where}", file=STDERR, flush=True)
         # Together: a rank that leaves ends the collectives of the others, whose errors would hide what this says.
         self._wait(lambda: self.store.add("read", 0) >= self.ranks, 5)
         os._exit(1)
