@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ from megatron_glm.parallel.dispatch.local import Dispatcher
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.pipeline.carry import Carry, CarryField
 from megatron_glm.parallel.pipeline.layout import Stage
-from megatron_glm.parallel.shard import Chunk, collect_shards
+from megatron_glm.parallel.shard import ModelChunk, collect_shards
 from megatron_glm.parallel.vocab import Prediction, VocabParallelEmbedding, VocabParallelHead
 
 
@@ -54,7 +53,7 @@ def carry_fields(
     )
 
 
-class GLMChunk(Chunk):
+class GLMChunk(ModelChunk):
     """A contiguous run of layers; parameter names are canonical (`layers.5...` is layer 5 of the model).
 
     Args:
@@ -77,8 +76,7 @@ class GLMChunk(Chunk):
         self.predicts = stage.mtp and stage.head and config.losses.mtp_steps > 0  # its MTP layer runs
         self.embed_tokens = None
         if stage.embedding or self.predicts:  # the MTP layer's stage has a copy
-            copies = groups.ends if config.losses.mtp_steps and not (stage.embedding and self.predicts) else None
-            self.embed_tokens = VocabParallelEmbedding(*vocabulary, copies)
+            self.embed_tokens = VocabParallelEmbedding(*vocabulary, groups.ends)
         layers: dict[str, nn.Module] = {str(i): DecoderLayer(config, groups, i, dispatcher) for i in stage.layers}
         if stage.mtp:
             layers |= {str(i): MTPLayer(config, groups, i, dispatcher) for i in model.mtp_layer_ids}
@@ -142,9 +140,8 @@ class GLMChunk(Chunk):
             [number] = self.config.mtp_layer_ids
             layer = self.layers[str(number)]
             assert isinstance(layer, MTPLayer) and isinstance(self.embed_tokens, VocabParallelEmbedding)
-            run, shares = partial(run_layer, self.recompute), self.config.index_share_for_mtp_iteration
-            router = self.router(number)
-            steps = predictions(self.losses, batch, main, self.embed_tokens, layer, run, router, shares)
+            shares = self.config.index_share_for_mtp_iteration
+            steps = predictions(self.losses, shares, batch, main, self.embed_tokens, layer, self.recompute)
         first = Prediction(main, pack.local(batch.labels), batch.scale("lm"))
         found, best = self.lm_head([first, *steps], self.kernels.loss_chunk_size, best=bool(steps))
         losses = {"lm": found[0]} | {f"mtp_{i}": found[i] for i in range(1, 1 + len(steps))}

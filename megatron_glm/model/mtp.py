@@ -7,7 +7,7 @@ attend to the keys and the selection of the first, as an engine does that drafts
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,40 +15,38 @@ from torch import Tensor
 from megatron_glm.config import LossConfig
 from megatron_glm.model.layer import MTPLayer, MTPOutput
 from megatron_glm.model.micro_batch import MicroBatch
+from megatron_glm.model.moe import MoE
 from megatron_glm.model.pack import PackRows
-from megatron_glm.model.router import Router
+from megatron_glm.model.recompute import run_layer
 from megatron_glm.parallel.collectives import gather_values
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.vocab import Prediction, VocabParallelEmbedding
 
-Run = Callable[..., MTPOutput]
-
 
 def predictions(
     losses: LossConfig,
+    shares: bool,
     batch: MicroBatch,
     main: Tensor,
     embed: VocabParallelEmbedding,
     layer: MTPLayer,
-    run: Run,
-    router: Router,
-    shares: bool,
+    recompute: str,
 ) -> list[Prediction]:
     """What the head is to predict at each MTP step.
 
     Args:
-        main: [t/TP, D] hidden states of the trunk behind the last norm.
-        run: `run_layer` of the chunk, which may recompute.
         shares: whether later steps attend to the keys of the first.
+        main: [t/TP, D] hidden states of the trunk behind the last norm.
+        recompute: granularity, see `run_layer`.
     """
     found: list[Prediction] = []
     hidden, topk, latents = main.detach() if losses.mtp_detach else main, None, None
     for number, step in enumerate(batch.ahead, 1):
         with torch.set_grad_enabled(torch.is_grad_enabled() and not losses.mtp_detach):
             embedded = embed(step.pack.local(step.tokens))
-        output = run(layer, embedded, hidden, step.pack, topk, latents)
-        if output.expert_ids is not None:
-            router.count(output.expert_ids)
+        output: MTPOutput = run_layer(recompute, layer, embedded, hidden, step.pack, topk, latents)
+        if isinstance(layer.mlp, MoE) and output.expert_ids is not None:
+            layer.mlp.gate.count(output.expert_ids)
         hidden = output.hidden
         if shares:
             topk, latents = output.topk, output.latents

@@ -54,11 +54,9 @@ class PackRows:
     order: PackOrder | None  # puts gathered rows into pack order
     shard: slice  # this TP rank's part of the local rows
     rope: tuple[Tensor, Tensor]  # cos, sin [t, R/2]
-    start: Tensor  # int32 [t], the range of pack positions that a local row may see; empty for padding
-    end: Tensor  # int32 [t]
+    host_start: Tensor  # int64 [t] on the host, the range of pack positions that a local row may see; empty for padding
+    host_end: Tensor  # int64 [t] on the host
     chunks: list[Chunk]  # rows of the sequence shard and their keys, as `ops.indexer_loss.key_chunks` cuts them
-    position: Tensor  # int64 [t] on the host: of each local row in its document
-    host_rows: Tensor | None  # local_rows on the host
     valid: Tensor | None  # bool [t/TP]: rows of the shard that are no padding; None = all
     dense: DenseRows | None
     sparse: SparseRows | None
@@ -67,6 +65,15 @@ class PackRows:
     def shard_rope(self) -> tuple[Tensor, Tensor]:
         cos, sin = self.rope
         return cos[self.shard], sin[self.shard]
+
+    @cached_property
+    def start(self) -> Tensor:
+        """`host_start` as int32 on the device, copied where an indexer is trained."""
+        return upload(self.host_start.int(), self.rope[0].device)
+
+    @cached_property
+    def end(self) -> Tensor:
+        return upload(self.host_end.int(), self.rope[0].device)
 
     @property
     def rows(self) -> RowsByForm:
@@ -80,13 +87,13 @@ class PackRows:
             there: [T] bool on the host, the rows with an input token: the others count as padding.
             rope: cos, sin of its queries' positions; None: those of the rows.
         """
-        valid = there[self.host_rows[self.shard]] if self.host_rows is not None else there[self.shard]
-        valid = upload(valid, self.rope[0].device)
+        valid = self.local(upload(there, self.rope[0].device))[self.shard]
         return replace(self, valid=valid, rope=self.rope if rope is None else rope)
 
     def rope_at(self, config: ModelConfig, shift: int) -> tuple[Tensor, Tensor]:
         """cos, sin [t, R/2] of positions that are `shift` further than those of the rows."""
-        return _rope(self.position + shift, int(self.position.max()) + shift + 1, config, self.rope[0].device)
+        position = (self.host_end - self.host_start - 1).clamp(min=0) + shift
+        return _rope(position, int(position.max()) + 1, config, self.rope[0].device)
 
     def local(self, x: Tensor) -> Tensor:
         """The rows of a pack [T, ...] that this context-parallel rank holds: [t, ...]."""
@@ -143,11 +150,9 @@ class PackRows:
             local_rows=None if cp_size == 1 else upload(zigzag_rows(total, cp_rank, cp_size), device),
             order=None if order is None else PackOrder(*upload(torch.stack(order), device)),
             shard=shard,
-            position=position,
-            host_rows=None if cp_size == 1 else zigzag_rows(total, cp_rank, cp_size),
             rope=_rope(position, max(doc_lengths, default=0), config, device),
-            start=upload(start.int(), device),
-            end=upload(seen.int(), device),
+            host_start=start,
+            host_end=seen,
             chunks=key_chunks(*by_rank) if dense_rows == "all" else [],
             valid=None if sum(doc_lengths) == total else upload(local_valid[shard], device),
             dense=dense,

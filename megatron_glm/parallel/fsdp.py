@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from megatron_glm.config import ParallelConfig
 from megatron_glm.ops.grad_sum import GRAD_SUM, GradSum, set_grad_sum
 from megatron_glm.parallel.groups import ParallelGroups
-from megatron_glm.parallel.shard import Chunk, Rectangle, ShardInfo
+from megatron_glm.parallel.shard import ModelChunk, Rectangle, ShardInfo
 from megatron_glm.parallel.whole_weights import WholeWeights
 from megatron_glm.torch_private import private
 
@@ -43,7 +43,7 @@ flatten, unflatten, shape_and_offset, *_ = private(
 )
 
 
-def shard_chunk(parallel: ParallelConfig, groups: ParallelGroups, chunk: Chunk, bf16: bool) -> None:
+def shard_chunk(parallel: ParallelConfig, groups: ParallelGroups, chunk: ModelChunk, bf16: bool) -> None:
     """Shard a chunk of layers in place.
 
     Args:
@@ -172,7 +172,7 @@ def record_change() -> torch.Event | None:
     return torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
 
 
-def reduce_partial_gradients(chunks: Sequence[Chunk], ends: dist.ProcessGroup | None = None) -> None:
+def reduce_partial_gradients(chunks: Sequence[ModelChunk], ends: dist.ProcessGroup | None = None) -> None:
     """Sum the gradients of replicated parameters over their `sum_groups`, after the last backward of a step.
 
     ends: the stages that hold copies of the embedding, of which one may have had no gradient.

@@ -41,7 +41,7 @@ class Rectangle:
     owner: bool
 
 
-class Chunk(nn.Module):
+class ModelChunk(nn.Module):
     """What sharding, norm and checkpoints know of a chunk of the model."""
 
     layers: nn.ModuleDict

@@ -30,15 +30,16 @@ def losses_of(config: RunConfig) -> dict[str, Callable[[PackedBatch], int]]:
     """The losses of a step, each with what a pack adds to its count: a loss is a sum divided by the step's count."""
     losses: dict[str, Callable[[PackedBatch], int]] = {LM: lambda batch: batch.loss_tokens}
     for step in range(1, 1 + config.losses.mtp_steps):  # "accepted" is no loss, but a share of the rows of "mtp"
-        losses |= dict.fromkeys((f"mtp_{step}", f"accepted_{step}"), partial(_labels_ahead, step=step))
+        losses |= dict.fromkeys((f"mtp_{step}", f"accepted_{step}"), partial(_labels_from, position=step))
     if config.indexer.indexer_training != "off":
         fewest = config.model.index_topk if config.indexer.indexer_loss_rows == "sparse" else 0
         losses[INDEXER] = lambda batch: sum(max(0, length - fewest) for length in batch.doc_lengths)
     return losses
 
 
-def _labels_ahead(batch: PackedBatch, step: int) -> int:
-    return int((ahead(batch, step)[1] != IGNORE).sum())
+def _labels_from(batch: PackedBatch, position: int) -> int:
+    """The labels that count at this position of their documents and behind it: those that MTP step `position` meets."""
+    return int((batch.loss_mask & (batch.position_ids >= position)).sum())
 
 
 class Engine:
@@ -123,7 +124,8 @@ class Engine:
             device=self.device,
         )
         labels = batch.labels.masked_fill(~batch.loss_mask, IGNORE)
-        steps = tuple(self._mtp_input(batch, pack, step) for step in range(1, 1 + self.config.losses.mtp_steps))
+        count = self.config.losses.mtp_steps if any(chunk.predicts for chunk in self.chunks) else 0
+        steps = tuple(self._mtp_input(batch, pack, step) for step in range(1, 1 + count))
         return MicroBatch(upload(batch.tokens, self.device), upload(labels, self.device), pack, scales, steps)
 
     def _mtp_input(self, batch: PackedBatch, pack: PackRows, step: int) -> MtpInput:

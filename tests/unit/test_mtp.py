@@ -48,7 +48,8 @@ def batch(vocabulary: int, seed: int) -> PackedBatch:
     labels[torch.tensor(LENGTHS).cumsum(0) - 1] = -100
     labels[used:] = -100
     mask = (labels != -100) & (torch.rand(TOTAL, generator=generator) < 0.8)
-    return PackedBatch(tokens, labels, mask, torch.zeros_like(tokens), LENGTHS, TOTAL - used)
+    position = torch.cat([*map(torch.arange, LENGTHS), torch.zeros(TOTAL - used, dtype=torch.int64)])
+    return PackedBatch(tokens, labels, mask, position, LENGTHS, TOTAL - used)
 
 
 class Fixed:
