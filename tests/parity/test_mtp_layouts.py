@@ -13,9 +13,8 @@ import torch.distributed as dist
 from megatron_glm.config import LossConfig, ParallelConfig, RunConfig
 from tests import distributed
 from tests.finetune import finetune, json_log, tensors, write_rows
-from tests.parity.layouts import GAP, Result, parity_model, run_config, train, train_layouts
+from tests.parity.layouts import Result, clear_reference, parity_model, run_config, train_layouts
 from tests.parity.test_layouts import EVERY, FULL, KEPT, SELECTIVE, ZERO_BUBBLE, compare, layout
-from tests.reference import single_groups
 
 pytestmark = pytest.mark.timeout(900)  # the first case of a world size runs all of them
 
@@ -50,12 +49,7 @@ def configured(losses: LossConfig, parallel: ParallelConfig, seed: int) -> RunCo
 
 @cache
 def reference(losses: LossConfig) -> tuple[int, Result]:
-    single_groups()
-    for seed in range(20):
-        result = train(configured(losses, ParallelConfig(), seed))
-        if result.gap >= GAP:
-            return seed, result
-    raise AssertionError(f"no seed of 20 gives selections that are clear by {GAP}")
+    return clear_reference(lambda seed: configured(losses, ParallelConfig(), seed))
 
 
 @cache
