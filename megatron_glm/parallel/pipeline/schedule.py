@@ -188,8 +188,8 @@ def with_idle_filled(schedule: Schedule) -> Schedule:
     while any(steps) or any(waiting):
         for rank in range(pp):
             action = steps[rank][0] if steps[rank] else None
-            fits = action is not None and (action.kind == BACKWARD or held[rank] < most)
-            if action is not None and fits and ends.get(schedule.cause(rank, action), time + 1) <= time:
+            ready = action is not None and ends.get(schedule.cause(rank, action), time + 1) <= time
+            if action is not None and ready and (action.kind == BACKWARD or held[rank] < most):
                 made[rank].append(steps[rank].popleft())
                 ends[rank, action] = time + 1
                 if action.kind == FORWARD:
