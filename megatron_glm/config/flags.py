@@ -35,7 +35,6 @@ from . import (
 from .iterations import iteration_folder, start
 from .model import SHAPE_FIELDS
 from .source import require_model, require_outside
-from .trainer_flags import ABSENT
 
 DataSection = type[DataConfig] | type[PretrainDataConfig]
 
@@ -174,7 +173,7 @@ class RunParser(Parser):
             self.error(error)
         if unread:
             file = unread[0].endswith((".yaml", ".yml", ".json", ".toml"))
-            hint = "write --FLAG VALUE" if "=" in unread[0] else ABSENT["--config"] if file else ""
+            hint = "write --FLAG VALUE" if "=" in unread[0] else sort_flags.NOT_HERE["--config"] if file else ""
             self.error(f"unexpected argument {unread[0]}" + (f"; {hint}" if hint else ""))
         if "no_document_mask" in parsed and (apart := given & DOCUMENTS_APART):
             self.error(f"{min(apart)} and --no-document-mask contradict each other: give one")

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from .megatron_flags import ALWAYS, ANY, FAMILIES, LAUNCHER, NOT_HERE, RENAMED, VALUES
+from . import megatron_flags, trainer_flags
+from .megatron_flags import ANY, LAUNCHER, SERVED, SWITCHES, VALUES
 from .model import ModelConfig
-from .trainer_flags import ABSENT, SYNONYMS
 
 ACCEPTED, ALWAYS_SO = "accepted", "always so here, accepted"
 WITH_MODEL = "compared with the model"  # once it is known
@@ -23,6 +23,16 @@ OTHER_NAME, FIXED, ABSENT_HERE, UNKNOWN = "another name here", "fixed by the mod
 REFUSED = (OTHER_NAME, FIXED, ABSENT_HERE, UNKNOWN)
 FALSE = ("false", "False", "0")
 
+
+def by_flag(*tables: dict[str, str]) -> dict[str, str]:
+    """Flag -> what the tables say of it, from text -> names."""
+    return {f"--{name}": text for table in tables for text, names in table.items() for name in names.split()}
+
+
+ALWAYS: dict[str, tuple[str, ...]] = {f"--{name}": () for name in SWITCHES} | SERVED  # the values that are so
+RENAMED = by_flag(megatron_flags.NAMES, trainer_flags.NAMES)
+NOT_HERE = by_flag(megatron_flags.REASONS, trainer_flags.REASONS)
+FAMILIES = {name[:-1]: text for name, text in NOT_HERE.items() if name.endswith("*")}
 
 SECTION = re.compile(r"(training|optimizer|lr_scheduler|parallelism|checkpoint|metrics)\.")  # of torchtitan's flags
 
@@ -92,11 +102,11 @@ def verdict(flag: Flag, known: Known) -> Verdict:
         return _always(flag)
     if name in OF_MODEL:
         return Verdict(flag, WITH_MODEL)
-    if (text := RENAMED.get(name) or SYNONYMS.get(name)) is not None:
+    if (text := RENAMED.get(name)) is not None:
         if value in FALSE and "{}" not in text:
             return Verdict(flag, ABSENT_HERE, "leave it out")
         return Verdict(flag, OTHER_NAME, text.format(value))
-    if (text := NOT_HERE.get(name) or ABSENT.get(name)) is not None:
+    if (text := NOT_HERE.get(name)) is not None:
         return Verdict(flag, ABSENT_HERE, text)
     if name in LAUNCHER:
         return Verdict(flag, ABSENT_HERE, "a flag of torchrun, whose flags come before the name of the script")

@@ -5,8 +5,6 @@ They are refused: a setting has one name. `sort_flags.py` reads the tables, `_` 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 ACCUMULATION = "--global-batch-size, which is --micro-batch-size x data-parallel ranks x {}"
 WEIGHTS = "--load-hf {} (a Hugging Face folder), or --load (a checkpoint of tools/convert_hf.py)"
 SHARDED = "weights, gradients and moments are always sharded; see --reshard-after-forward and --grad-sync"
@@ -138,13 +136,3 @@ REASONS = {
     "settings are flags; a script holds them in arrays, as in examples/": "config config-file config-path yaml",
     "there are no preference losses yet": "pref-beta pref-loss beta dpo-beta loss-type reward-model ref-model rl",
 }
-
-
-def spread(table: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """(flag with dashes, what the table says of it)."""
-    for text, names in table.items():
-        yield from ((f"--{name}", text) for name in names.split())
-
-
-SYNONYMS = dict(spread(NAMES))
-ABSENT = dict(spread(REASONS))
