@@ -17,10 +17,11 @@ from ..config.hf_keys import EXPERT_ALIASES
 from ..config.model import ModelConfig
 from ..config.quantization import EXPORT_BLOCK
 from ..config.source import read_json, require_outside
+from ..ops.fp8 import quantize, scale_shape
 from . import hf, sharded
 from .chunks import Chunk, ChunkTable, Piece, cut
 from .files import check_side_files, copy_side_files, write_durably
-from .fp8 import SCALE_SUFFIX, quantize, scale_shape
+from .hf import SCALE_SUFFIX
 from .output import OutputFile, Run, identity, produce
 from .safetensors_io import INDEX_NAME, Outgoing, read_header, write_safetensors
 

@@ -22,11 +22,12 @@ from ..config.model import ModelConfig
 from ..config.parameters import Parameter, model_parameters
 from ..config.quantization import EXPORT_BLOCK, weight_block
 from ..config.source import read_json, without_null
+from ..ops.fp8 import dequantize, scale_shape
 from ..parallel.shard import Rectangle
 from .chunks import pieces_of, require
-from .fp8 import SCALE_SUFFIX, dequantize, scale_shape
 from .hf_folder import SafetensorsFolder, check_folder, format_of
 
+SCALE_SUFFIX = "_scale_inv"  # of the key that holds the scales of FP8 weights
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_glm.checkpoint import chunks, convert, hf, sharded
-from megatron_glm.checkpoint.fp8 import scale_shape
 from megatron_glm.checkpoint.output import Run
 from megatron_glm.config.model import ModelConfig
+from megatron_glm.ops.fp8 import scale_shape
 from megatron_glm.parallel.shard import Rectangle
 from tests import hf_folder
 
