@@ -108,6 +108,9 @@ def step_parser() -> Parser:
     group.add_argument("--dense-layers", type=int, metavar="N", help="leading layers without experts (default: 1)")
     group.add_argument("--with-optimizer", action="store_true", help="measure AdamW, too")
     group.add_argument(
+        "--write-calibration", metavar="FILE", help="write what --calibration FILE of a plan reads; on one GPU"
+    )
+    group.add_argument(
         "--rounds", type=int, metavar="N", help="measured rounds of 3 steps; medians are shown (default: 7)"
     )
     return parser

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,13 +19,16 @@ from measure import documents_of, matmul_rate
 from torch import Tensor
 
 from megatron_glm.config import PretrainDataConfig, RunConfig, flag_name
-from megatron_glm.config.flags import PLAN_FLAGS, resolve
+from megatron_glm.config.flags import resolve
+from megatron_glm.config.plan_flags import PLAN_FLAGS
 from megatron_glm.data.packing import build_batch
 from megatron_glm.model import router
 from megatron_glm.model.glm import GLMChunk
 from megatron_glm.parallel.fsdp import local, reduce_partial_gradients
 from megatron_glm.parallel.groups import ParallelGroups
+from megatron_glm.planner.machine import H200
 from megatron_glm.planner.plan import Plan
+from megatron_glm.planner.time import calibration
 from megatron_glm.training.engine import Engine
 from megatron_glm.training.initialize import build_chunks, choose_backend, current_device, initialize
 from megatron_glm.training.optimizer import build_optimizer
@@ -185,6 +190,9 @@ def measure_step(config: RunConfig, flags: argparse.Namespace) -> dict:
     documents, routing, rounds = given.get("documents", "one"), given.get("routing", "natural"), given.get("rounds", 7)
     if routing == "balanced":
         balance(config.model.n_routed_experts)
+    if "write_calibration" in given:  # before it takes minutes: whether there can be one
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        calibration(Plan.create(config, ranks, ranks), H200, 1.0, 1.0)
     bench = Bench(config, documents)
     on_gpu = torch.cuda.is_available()
     for _ in range(2):  # compiles, fills the allocator
@@ -234,6 +242,10 @@ def measure_step(config: RunConfig, flags: argparse.Namespace) -> dict:
         whole = bench.slowest(lambda: bench.whole_step(optimizer), rounds)
         result |= {"ms_step": whole * 1e3, "ms_optimizer": (whole - both) * 1e3}
         result["tokens_per_second_per_gpu_with_optimizer"] = tokens / whole / ranks
+    if "write_calibration" in given:
+        assert forward is not None
+        found = {"device": result["device"], "precision": "bf16"} | calibration(plan, H200, forward, both - forward)
+        Path(given["write_calibration"]).write_text(json.dumps(found) + "\n")
     if table is not None:
         result["kernels_ms"] = table
         if bench.groups.pp.size() > 1:

@@ -34,6 +34,7 @@ from . import (
 )
 from .iterations import iteration_folder, start
 from .model import SHAPE_FIELDS
+from .plan_flags import PLAN_FLAGS, add_plan_flags
 from .source import require_model, require_outside
 
 DataSection = type[DataConfig] | type[PretrainDataConfig]
@@ -77,7 +78,6 @@ OTHER_SCRIPT = {
     DataConfig: (PretrainDataConfig, "pretrain_glm.py"),
     PretrainDataConfig: (DataConfig, "finetune_glm.py"),
 }
-PLAN_FLAGS = ("dry_run", "nnodes", "nproc_per_node", "gpu_memory_gb")
 NOT_OVERRIDABLE = {
     "indexer_types",
     "mlp_layer_types",
@@ -236,16 +236,6 @@ def print_always_so(flags: argparse.Namespace) -> None:
         say(f"{sort_flags.ALWAYS_SO}: {' '.join(dict.fromkeys(flags.always_so))}")
 
 
-def _add_plan_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("plan", "what the run needs and whether it fits, without running it")
-    group.add_argument("--dry-run", action="store_true", help="print the plan and exit; needs no GPU, weights or data")
-    group.add_argument("--nnodes", type=int, metavar="N", help="nodes of the planned run (default: 1)")
-    group.add_argument(
-        "--nproc-per-node", type=int, metavar="N", help="GPUs of a node (default: 8, or all ranks of WORLD_SIZE)"
-    )
-    group.add_argument("--gpu-memory-gb", type=float, metavar="X", help="memory of a GPU in GiB (default: 80)")
-
-
 def build_parser(description: str | None = None, data: DataSection = DataConfig) -> RunParser:
     """The parser of all sections; only flags that were given appear in its result."""
     parser = RunParser(
@@ -270,7 +260,7 @@ def build_parser(description: str | None = None, data: DataSection = DataConfig)
             group.add_argument(
                 flag, dest=field.name, type=kind, metavar=_metavar(hints[field.name]), help=f"overrides {field.name}"
             )
-    _add_plan_flags(parser)
+    add_plan_flags(parser)
     return parser
 
 

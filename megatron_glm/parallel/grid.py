@@ -59,17 +59,23 @@ class Grid:
     def groups(self, name: str) -> list[list[int]]:
         """All groups of one kind (a key of GROUP_AXES): disjoint, together all ranks, each ascending."""
         axes, varying = GROUP_AXES[name]
+        members = self.first(name)
+        starts = self._offsets(axes, [axis for axis in axes if axis not in varying])
+        return [[start + member for member in members] for start in starts]
+
+    def first(self, name: str) -> list[int]:
+        """The group of one kind that rank 0 is in."""
+        axes, varying = GROUP_AXES[name]
+        return self._offsets(axes, [axis for axis in axes if axis in varying])
+
+    def _offsets(self, axes: tuple[str, ...], wanted: list[str]) -> list[int]:
+        """Ranks that differ from rank 0 along the axes `wanted` only."""
         strides, stride = {}, 1
         for axis in reversed(axes):
             strides[axis] = stride
             stride *= getattr(self, axis)
-
-        def offsets(wanted: list[str]) -> list[int]:
-            ranges = [range(0, getattr(self, axis) * strides[axis], strides[axis]) for axis in wanted]
-            return [sum(index) for index in itertools.product(*ranges)]
-
-        members = offsets([axis for axis in axes if axis in varying])
-        return [[first + member for member in members] for first in offsets([a for a in axes if a not in varying])]
+        ranges = [range(0, getattr(self, axis) * strides[axis], strides[axis]) for axis in wanted]
+        return [sum(index) for index in itertools.product(*ranges)]
 
     def ring_edges(self) -> list[tuple[int, int]]:
         """(rank, rank of the next stage) for every rank; the last stage is followed by the first one."""

@@ -127,6 +127,10 @@ class Plan:
         moment = 2 if self.config.optimizer.adam_moments_dtype == "bf16" else FP32
         return BytesHeld(FP32 * trained, self.frozen_bytes * frozen, FP32 * trained, 2 * moment * trained)
 
+    def trained_most(self, pp_rank: int) -> int:
+        """Trained elements of the fullest rank of a pipeline rank, the first one."""
+        return self.held(self.grid.first("pp")[pp_rank]).masters // FP32
+
     @property
     def frozen_bytes(self) -> int:
         """Of an element that is not trained: as a released checkpoint holds it, or fp32, in which it is drawn."""
@@ -140,7 +144,7 @@ class Plan:
         micro-batches, before it: FSDP then accumulates the unsharded fp32 gradients of the whole rank.
         """
         s, model = self.shapes, self.config.model
-        held = self.held(self.grid.groups("pp")[0][pp_rank])
+        held = self.held(self.grid.first("pp")[pp_rank])
         running = [unit for unit in self.rank_units(pp_rank) if unit.runs]
         accumulated = 0
         if self._accumulates:

@@ -14,12 +14,18 @@ from typing import Any
 
 from megatron_glm.config import LARGEST_BF16_BETA, DataConfig, PretrainDataConfig, RunConfig, flag_name, iterations
 from megatron_glm.config.data import validation_sets
-from megatron_glm.config.flags import PLAN_FLAGS, DataSection, print_always_so, refuse, resolve
+from megatron_glm.config.flags import DataSection, print_always_so, refuse, resolve
 from megatron_glm.config.flops import training_flops
+from megatron_glm.config.plan_flags import PLAN_SIZES
 from megatron_glm.data.blend import parse_blend
 from megatron_glm.model.pack import work_per_rank
+from megatron_glm.parallel.pipeline.simulate import Simulation
+from megatron_glm.planner.machine import Machine, machine_of
 from megatron_glm.planner.plan import GIB, Plan
-from megatron_glm.planner.traffic import NETWORK_RATE, NODE_RATE, traffic, transfer_seconds
+from megatron_glm.planner.time import StepTime, step_time, unpredictable
+from megatron_glm.planner.traffic import traffic, transfer_seconds
+
+FEWEST_ROWS = 1024  # of a rank's micro-batch, for which the measured rates may still hold
 
 
 def print_plan(flags: argparse.Namespace, data: DataSection = DataConfig) -> None:
@@ -29,18 +35,22 @@ def print_plan(flags: argparse.Namespace, data: DataSection = DataConfig) -> Non
     WORLD_SIZE, else 1. That it does not fit is no error.
     """
     try:
-        for name in PLAN_FLAGS[1:]:
-            if not 0 < (value := getattr(flags, name, 1)) < math.inf:
-                raise ValueError(f"{flag_name(name)} is {value}; it must be a finite number above 0")
+        check_sizes(flags)
         ranks, per_node = _ranks(flags)
+        machine = machine_of(flags)
         config, warnings = planned_config(flags, data)
-        memory = getattr(flags, "gpu_memory_gb", 80.0) * GIB
-        plan = Plan.create(config, ranks, per_node)
-        lines = list(report(plan, memory))
+        lines = list(report(Plan.create(config, ranks, per_node), machine))
     except ValueError as error:
         refuse(str(error))
     print_always_so(flags)
     print("\n".join([f"warning: {warning}" for warning in warnings] + lines))
+
+
+def check_sizes(flags: argparse.Namespace) -> None:
+    """Refuses a size or rate of the planned machines that is none."""
+    for name in PLAN_SIZES:
+        if not 0 < (value := getattr(flags, name, 1)) < math.inf:
+            raise ValueError(f"{flag_name(name)} is {value}; it must be a finite number above 0")
 
 
 def _ranks(flags: argparse.Namespace) -> tuple[int, int]:
@@ -112,19 +122,43 @@ def _planned_pretraining(config: RunConfig, warnings: list[str]) -> PretrainData
     return replace(data, mock_data=True)
 
 
-def report(plan: Plan, gpu_memory: float) -> Iterator[str]:
-    """All lines of a plan for GPUs of `gpu_memory` bytes."""
+def report(plan: Plan, machine: Machine) -> Iterator[str]:
+    """All lines of a plan for these GPUs."""
+    reason = unpredictable(plan)
+    time = step_time(plan, machine) if reason is None else None
     yield from _layout_lines(plan)
     yield ""
     yield from _memory_lines(plan)
     yield ""
-    yield from _pipeline_lines(plan)
+    yield from _pipeline_lines(plan, plan.simulation if time is None else time.simulation)
     yield ""
     yield from _work_lines(plan)
     yield ""
-    yield from _traffic_lines(plan)
+    yield from _traffic_lines(plan, machine)
     yield ""
-    yield from _verdict_lines(plan, gpu_memory)
+    if time is None:
+        yield f"time: not predicted, no rates were measured {reason}"
+    else:
+        yield from _time_lines(time, machine)
+    yield ""
+    yield from _verdict_lines(plan, machine)
+
+
+def _time_lines(time: StepTime, machine: Machine) -> Iterator[str]:
+    plan, rank = time.plan, time.slowest
+    yield (
+        f"time of a step, predicted for {machine.name}, {machine.nvlink / 1e9:.0f} GB/s in a node and "
+        f"{machine.nic / 1e9:.0f} GB/s between nodes; hidden: behind computing"
+    )
+    yield f"  {f'pp rank {rank}, the last to end':<34}{'seconds':>10}{'hidden':>10}{'share':>10}"
+    for kind, spent in time.by_rank[rank].items():
+        if spent.whole > 0.5e-3 * time.seconds:
+            hidden = spent.whole - spent.exposed
+            yield f"  {kind:<34}{spent.whole:10.3f}{hidden:10.3f}{spent.exposed / time.seconds:10.1%}"
+    yield f"  {time.seconds:.3f} s a step, {time.tokens_per_second_per_gpu:,.1f} tokens/s a GPU"
+    rows = plan.shapes.shard
+    if rows < FEWEST_ROWS:
+        yield f"  rates are of 4,096 rows a rank and more; it has {rows}, which is slower than predicted"
 
 
 def _layout_lines(plan: Plan) -> Iterator[str]:
@@ -176,8 +210,8 @@ def host_copy(plan: Plan, pp_rank: int) -> int:
     return held.parameters + (0 if section.no_save_optim else held.moments)
 
 
-def _pipeline_lines(plan: Plan) -> Iterator[str]:
-    work, simulation = plan.rank_work, plan.simulation
+def _pipeline_lines(plan: Plan, simulation: Simulation) -> Iterator[str]:
+    work = plan.rank_work
     longest = max(range(len(work)), key=lambda rank: work[rank])
     yield f"pipeline: idle {simulation.idle:.1%}, digits forward, letters backward of each virtual stage, dots idle"
     yield simulation.timeline(100)
@@ -211,21 +245,21 @@ def _balance(work: Iterable[int]) -> float:
     return sum(values) / len(values) / max(values) if max(values) else 1.0
 
 
-def _traffic_lines(plan: Plan) -> Iterator[str]:
+def _traffic_lines(plan: Plan, machine: Machine) -> Iterator[str]:
     yield "communication: GiB that the busiest rank sends in a step, by the share of its peers in its node"
     yield f"  {'axis':<10}{'what':<30}{'in node':>12}{'between':>12}"
     for axis, what, inside, between in traffic(plan):
         yield f"  {axis:<10}{what:<30}{inside / GIB:12.2f}{between / GIB:12.2f}"
-    rates = f"{NODE_RATE / 1e9:.0f} GB/s in a node and {NETWORK_RATE / 1e9:.0f} GB/s between nodes"
-    yield f"  {transfer_seconds(plan):.2f} s in all at {rates}, hidden behind computing or not"
+    rates = f"{machine.nvlink / 1e9:.0f} GB/s in a node and {machine.nic / 1e9:.0f} GB/s between nodes"
+    yield f"  {transfer_seconds(plan, machine):.2f} s in all at {rates}, hidden behind computing or not"
 
 
-def _verdict_lines(plan: Plan, gpu_memory: float) -> Iterator[str]:
-    peak = plan.peak()
+def _verdict_lines(plan: Plan, machine: Machine) -> Iterator[str]:
+    peak, gpu_memory = plan.peak(), machine.memory
     sizes = f"{peak / GIB:.1f} GiB at the peak of the fullest rank, {gpu_memory / GIB:.1f} GiB a GPU"
     if peak <= gpu_memory:
         yield f"verdict: fits ({sizes})"
-        yield from _faster_lines(plan, gpu_memory)
+        yield from _faster_lines(plan, machine)
         return
     yield f"verdict: does not fit ({sizes}); what changes it:"
     for text, other in (*_alternatives(plan), *_together(plan, gpu_memory)):
@@ -242,22 +276,22 @@ SPENDING = (
 )
 
 
-def _faster_lines(plan: Plan, gpu_memory: float) -> Iterator[str]:
+def _faster_lines(plan: Plan, machine: Machine) -> Iterator[str]:
     """The settings with which a step sends at least 1 % less and still fits well; last, the best of them together."""
-    seconds, found = transfer_seconds(plan), []
+    seconds, found = transfer_seconds(plan, machine), []
     for changes in (chosen for n in range(1, len(SPENDING) + 1) for chosen in itertools.combinations(SPENDING, n)):
         change = {field: value for each in changes for field, value in each.items()}
         if all(getattr(plan.config.parallel, field) != value for field, value in change.items()):
             other = replace(plan.config, parallel=replace(plan.config.parallel, **change))
             other = Plan.create(other, plan.world_size, plan.gpus_per_node)
-            if other.peak() <= 0.99 * gpu_memory:  # what is estimated of a plan should not decide
+            if other.peak() <= 0.99 * machine.memory:  # what is estimated of a plan should not decide
                 found.append((change, other))
     alone = [(change, other) for change, other in found if len(change) == 1]
     # Of settings that send as little, the one that needs least memory: some spend it and send nothing less.
-    best = min(found, key=lambda pair: (round(transfer_seconds(pair[1]), 2), pair[1].peak()), default=None)
+    best = min(found, key=lambda pair: (round(transfer_seconds(pair[1], machine), 2), pair[1].peak()), default=None)
     shown = alone if best is None or best in alone else [*alone, best]
     for change, other in shown:
-        if (less := seconds - transfer_seconds(other)) > max(0.01 * seconds, 0.05):  # 0.0 s says nothing
+        if (less := seconds - transfer_seconds(other, machine)) > max(0.01 * seconds, 0.05):  # 0.0 s says nothing
             more = (other.peak() - plan.peak()) / GIB
             yield f"  faster: {_flags(change)} takes {more:.1f} GiB more and {less:.1f} of {seconds:.1f} s less to send"
 

@@ -10,11 +10,8 @@ from typing import Any
 import torch
 
 from megatron_glm.model.glm import carry_fields
+from megatron_glm.planner.machine import Machine
 from megatron_glm.planner.plan import FP32, Plan
-
-# Bytes a second that a GPU sends, taken for every plan: inside a node over NVLink, and over a 400 Gbit/s adapter of its
-# own between nodes.
-NODE_RATE, NETWORK_RATE = 400e9, 50e9
 
 
 def traffic(plan: Plan) -> list[tuple[str, str, float, float]]:
@@ -28,14 +25,14 @@ def traffic(plan: Plan) -> list[tuple[str, str, float, float]]:
     return rows
 
 
-def transfer_seconds(plan: Plan) -> float:
-    """Seconds of a step that the busiest rank sends at `NODE_RATE` and `NETWORK_RATE`, hidden or not."""
-    return sum(inside / NODE_RATE + between / NETWORK_RATE for _, _, inside, between in traffic(plan))
+def transfer_seconds(plan: Plan, machine: Machine) -> float:
+    """Seconds of a step that the busiest rank sends at the rates of this machine, hidden or not."""
+    return sum(inside / machine.nvlink + between / machine.nic for _, _, inside, between in traffic(plan))
 
 
 def _inside(plan: Plan, axis: str) -> float:
     """Share of a rank's peers in the group `axis` that are in its node."""
-    ranks = plan.grid.groups(axis)[0]
+    ranks = plan.grid.first(axis)
     near = sum(rank // plan.gpus_per_node == ranks[0] // plan.gpus_per_node for rank in ranks)
     return (near - 1) / (len(ranks) - 1)
 
@@ -62,7 +59,7 @@ def rank_traffic(plan: Plan, pp_rank: int) -> Counter:
             found[axis, "reduced gradients"] += share * unit.trained_elements * FP32 * reductions
     for stage in plan.layout.of_rank(pp_rank):
         for layer in stage.layers:
-            found.update({key: passes * value for key, value in _layer_traffic(plan, layer).items()})
+            found.update({key: passes * value for key, value in layer_traffic(plan, layer).items()})
     if grid.pp > 1:
         dtype = torch.bfloat16 if s.b == 2 else torch.float32
         fields = carry_fields(model, plan.layout.stages, s.shard, s.pack, dtype, plan.config.indexer)
@@ -74,7 +71,7 @@ def rank_traffic(plan: Plan, pp_rank: int) -> Counter:
     return found
 
 
-def _layer_traffic(plan: Plan, layer: int) -> dict[tuple[str, str], float]:
+def layer_traffic(plan: Plan, layer: int) -> dict[tuple[str, str], float]:
     """Bytes of one forward of one layer over the groups tp, tp_cp and those of the dispatcher."""
     grid, model, s, found = plan.grid, plan.config.model, plan.shapes, {}
     both = grid.tp * grid.cp

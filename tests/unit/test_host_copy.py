@@ -9,6 +9,7 @@ import pytest
 
 from megatron_glm.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig, TrainConfig, iterations
 from megatron_glm.planner import report as plan_report
+from megatron_glm.planner.machine import H100
 from megatron_glm.planner.plan import GIB, Plan
 from megatron_glm.training import checkpointing, host_copy
 from megatron_glm.training.initialize import build_chunks
@@ -95,7 +96,7 @@ def test_the_plan_has_the_size(without):
     plan = Plan.create(config, 1, 1)
     allocated = host_copy.HostCopy(rectangles, None).nbytes
     assert allocated - buffers - 16 * len(rectangles) <= plan_report.host_copy(plan, 0) <= allocated
-    [line] = [line for line in plan_report.report(plan, 80 * GIB) if line.startswith("host memory")]
+    [line] = [line for line in plan_report.report(plan, H100) if line.startswith("host memory")]
     assert f"{plan_report.host_copy(plan, 0) / GIB:.2f} GiB a rank" in line
     without_copy = Plan.create(replace(config, checkpoint=CheckpointConfig(save="out")), 1, 1)
     assert plan_report.host_copy(without_copy, 0) == 0

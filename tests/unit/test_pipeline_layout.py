@@ -129,7 +129,7 @@ def test_idle_shares_of_the_recipe():
     """78 layers on 4 ranks, 4 micro-batches of 4096 tokens, full recompute, costs in operations."""
     assert idle(layout_of(4, per_stage=2), 4, "full", OPERATIONS) == pytest.approx(0.144, abs=5e-4)
     ten_chunks = "E" + "tt|" * 38 + "t|tL"
-    assert idle(layout_of(4, layout=ten_chunks), 4, "full", OPERATIONS) == pytest.approx(0.096, abs=5e-4)
+    assert idle(layout_of(4, layout=ten_chunks), 4, "full", OPERATIONS) == pytest.approx(0.0965, abs=5e-4)
 
 
 def test_an_automatic_layout_is_idle_for_less_than_seven_percent():
@@ -146,7 +146,10 @@ def test_costs_are_times():
     assert measured[77] == pytest.approx((forward + 3.1 * head, backward))
     in_operations = costs_of(layout, rates=OPERATIONS)[40]
     assert 1 < forward / in_operations[0] < backward / in_operations[1] < 2
-    assert costs_of(layout, "full")[40] == pytest.approx((forward, forward + backward))
+    again = costs_of(layout, "full")[40][1] - backward  # all but the selection and a third of the experts' products
+    flops = layer_flops(GLM52, 40, [4096])
+    spared = flops.experts * MEASURED.experts[0] / 3 + flops.index_scores * 2 + flops.index_projections
+    assert again == pytest.approx(forward - spared / 4096) and 0.8 < again / forward < 0.95
     _, without, weights = costs_of(layout, schedule="zero-bubble")[40]  # as products of weights are most of a layer
     assert without + weights == pytest.approx(backward) and 0.3 < weights / backward < 0.5
 

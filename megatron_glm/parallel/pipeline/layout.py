@@ -218,6 +218,8 @@ class Rates(NamedTuple):
 # An H200, bf16, the cudnn backend, documents of 4,096 tokens and more (docs/performance.md). The head makes the
 # gradient of its loss together with the loss.
 MEASURED = Rates((1.15, 2.3), (1.3, 2.6), (2.3, 9.9), (2, 0), (1, 0), (3.1, 0))
+# Share of what "full" computes again. Selective at 32,768 tokens was measured to take so much longer than its kernels.
+REPEATED = {"none": 0.0, "selective": 0.12, "full": 1.0}
 
 
 def stage_costs(
@@ -233,25 +235,30 @@ def stage_costs(
     return _costs(sizes, *_layer_costs(model, seq_length, parallel, rates))
 
 
+@lru_cache
 def _layer_costs(
     model: ModelConfig, seq_length: int, parallel: ParallelConfig, rates: Rates
 ) -> tuple[list[Cost], Cost]:
     """Costs of each layer and of the head."""
-    again = parallel.recompute_granularity == "full"
-    layers = []
-    for layer in range(model.num_hidden_layers):
-        flops = layer_flops(model, layer, [seq_length])
-        forward, backward = (
-            sum(count * getattr(rates, kind)[way] for kind, count in flops._asdict().items()) / seq_length
-            for way in (0, 1)
-        )
-        weights = (flops.products * rates.products[1] + flops.experts * rates.experts[1]) / 2 / seq_length
-        if not parallel.defers_weights:
-            layers.append((forward, backward + forward * again))
-        else:
-            layers.append((forward, backward - weights + forward * again, weights))
+    layers = [layer_cost(model, layer, seq_length, parallel, rates) for layer in range(model.num_hidden_layers)]
     head = head_flops(model, 1)
     return layers, (head * rates.head[0], head * rates.head[1], 0.0)[: len(layers[0])]
+
+
+def layer_cost(model: ModelConfig, layer: int, seq_length: int, parallel: ParallelConfig, rates: Rates) -> Cost:
+    """Of one layer, MTP layers included."""
+    flops = layer_flops(model, layer, [seq_length])
+    forward, backward = (
+        sum(count * getattr(rates, kind)[way] for kind, count in flops._asdict().items()) / seq_length for way in (0, 1)
+    )
+    # Selections are kept, and the experts' down projection is spared: a third of their products.
+    repeated = {"products": 1.0, "experts": 2 / 3, "attention": 1.0}
+    again = sum(share * getattr(flops, kind) * getattr(rates, kind)[0] for kind, share in repeated.items()) / seq_length
+    again *= REPEATED[parallel.recompute_granularity]
+    if not parallel.defers_weights:
+        return forward, backward + again
+    weights = (flops.products * rates.products[1] + flops.experts * rates.experts[1]) / 2 / seq_length
+    return forward, backward - weights + again, weights
 
 
 def _costs(sizes: tuple[int, ...], layers: list[Cost], head: Cost) -> list[Cost]:

@@ -1,0 +1,314 @@
+"""Seconds of a training step on a `Machine`, by what they are spent on, and what of it is hidden.
+
+Each virtual stage has a forward and a backward of computing, waits for transfers and passes over memory; the schedule
+is simulated with these times. What a rank does once a step (FSDP's last reductions, AdamW) follows its last action.
+
+Hidden is what the code overlaps today: FSDP2's transfers in part (`FSDP_HIDDEN`); the sender's side of a pipeline
+message. All other transfers are waited for. Routing is taken to be uniform, documents to fill their pack.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from megatron_glm.config.flops import head_flops
+from megatron_glm.model.glm import carry_fields
+from megatron_glm.parallel.pipeline.layout import MEASURED, REPEATED, Cost, Rates, layer_cost, stage_costs
+from megatron_glm.parallel.pipeline.simulate import Simulation, simulate
+from megatron_glm.planner.machine import EXPERTS_WAIT, FSDP_HIDDEN, OPTIMIZER_BYTES, Machine, rows_factor
+from megatron_glm.planner.plan import FP32, Plan
+from megatron_glm.planner.traffic import layer_traffic
+from megatron_glm.planner.units import FsdpUnit
+
+COMPUTING, AGAIN, COPIES, FSDP = "forward and backward", "computed again", "FSDP's copies", "FSDP's transfers"
+EXPERTS, LATENTS, SHARDS, MESSAGES = "tokens to experts", "latents over CP", "sequence shards over TP", "messages of PP"
+OPTIMIZER, IDLE = "AdamW", "idle in the pipeline"
+TRANSFERS = {"ep": EXPERTS, "ep_node": EXPERTS, "ep_inter": EXPERTS, "tp_cp": LATENTS, "tp": SHARDS}
+
+
+class Spent(NamedTuple):
+    """Seconds of one kind: all of them, and those that make the rank's step longer. The rest is hidden."""
+
+    whole: float = 0.0
+    exposed: float = 0.0
+
+    def plus(self, other: Spent, times: float = 1.0) -> Spent:
+        return Spent(self.whole + times * other.whole, self.exposed + times * other.exposed)
+
+
+class Ledger(defaultdict[str, Spent]):
+    """Seconds by kind."""
+
+    def __init__(self) -> None:
+        super().__init__(Spent)
+
+    def add(self, kind: str, whole: float, exposed: float | None = None) -> None:
+        self[kind] = self[kind].plus(Spent(whole, whole if exposed is None else exposed))
+
+    def add_all(self, other: Ledger, times: float) -> None:
+        for kind, spent in other.items():
+            self[kind] = self[kind].plus(spent, times)
+
+    @property
+    def exposed(self) -> float:
+        return sum(spent.exposed for spent in self.values())
+
+
+def unpredictable(plan: Plan) -> str | None:
+    """Why the time of this run cannot be predicted: no rates were measured of it. None if it can."""
+    config = plan.config
+    if not config.train.bf16:
+        return "without --bf16"
+    if config.kernels.attention_backend == "torch":
+        return "of --attention-backend torch"
+    if config.attends_densely:
+        return "of dense attention"
+    if config.indexer.indexer_training != "off":
+        return f"of --indexer-training {config.indexer.indexer_training}"
+    return None if config.losses.train_only is None else f"of --train-only {config.losses.train_only}"
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A step of `plan`, for the pipeline rank that ends last.
+
+    by_rank: the ledger of each pipeline rank, its idle time included; once: those of what follows its last action.
+    """
+
+    plan: Plan
+    simulation: Simulation
+    by_rank: tuple[Ledger, ...]
+    ends: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        return max(self.ends)
+
+    @property
+    def slowest(self) -> int:
+        return self.ends.index(self.seconds)
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        config = self.plan.config
+        return config.train.global_batch_size * config.data.seq_length / self.seconds / self.plan.world_size
+
+
+def step_time(plan: Plan, machine: Machine, optimizer: bool = True) -> StepTime:
+    """optimizer: with AdamW; without it, a step is forward and backward, as tools/benchmark.py measures them."""
+    clock = _Clock(plan, machine)
+    stages = plan.layout.stages
+    forwards, backwards = zip(*(clock.stage(number) for number in range(len(stages))), strict=True)
+    deferred = [clock.deferred(number) for number in range(len(stages))]
+    costs = [
+        (f.exposed, b.exposed - w, w)[: 3 if plan.config.parallel.defers_weights else 2]
+        for f, b, w in zip(forwards, backwards, deferred, strict=True)
+    ]
+    simulation = simulate(plan.schedule, costs)
+    by_rank, ends = [], []
+    for rank, numbers in enumerate(plan.layout.placement.stages):
+        ledger = Ledger()
+        for number in numbers:
+            ledger.add_all(forwards[number], plan.schedule.micro_batches)
+            ledger.add_all(backwards[number], plan.schedule.micro_batches)
+        end = simulation.spans[rank][-1][1]
+        idle = end - ledger.exposed
+        once = clock.once(rank, optimizer)
+        ledger.add_all(once, 1)
+        ledger.add(IDLE, idle)
+        by_rank.append(ledger)
+        ends.append(end + once.exposed)
+    return StepTime(plan, simulation, tuple(by_rank), tuple(ends))
+
+
+def calibration(plan: Plan, machine: Machine, forward: float, backward: float) -> dict[str, float]:
+    """How many times as long as predicted the forwards and the backwards of one GPU's step took, in seconds."""
+    if plan.world_size > 1:
+        raise ValueError(f"a calibration is of one GPU, there are {plan.world_size} ranks")
+    if reason := unpredictable(plan):
+        raise ValueError(f"no calibration: no rates were measured {reason}")
+    ways = _Clock(plan, machine).stage(0)
+    predicted = [plan.schedule.micro_batches * way.exposed for way in ways]
+    return {"forward": forward / predicted[0], "backward": backward / predicted[1]}
+
+
+class _Clock:
+    """Times of the parts of one plan."""
+
+    def __init__(self, plan: Plan, machine: Machine) -> None:
+        self.plan, self.machine, self.config = plan, machine, plan.config
+        self.parallel, self.grid, self.s = plan.config.parallel, plan.grid, plan.shapes
+        self.per_operation = self.s.pack / (self.grid.tp * self.grid.cp) / machine.products
+        self.reductions = 1 if self.parallel.grad_sync == "last" else plan.schedule.micro_batches
+
+    @cached_property
+    def rates(self) -> Rates:
+        model = self.config.model
+        factor = rows_factor(self.s.shard * model.num_experts_per_tok * self.grid.ep / model.n_routed_experts)
+        return MEASURED._replace(experts=tuple(factor * rate for rate in MEASURED.experts))
+
+    def stage(self, number: int) -> tuple[Ledger, Ledger]:
+        """One micro-batch's forward and backward of a virtual stage."""
+        stage = self.plan.layout.stages[number]
+        forward, backward = self._computing(number)
+        for layer in stage.layers:
+            self._transfers(layer, forward, backward)
+        for unit in self.plan.units(stage):
+            if unit.runs:
+                self._fsdp(unit, forward, backward)
+        for passed, ledger in ((0, forward), (1, backward)):
+            if seconds := self._messages(number)[passed]:
+                ledger.add(MESSAGES, 2 * seconds, seconds)  # the sender goes on meanwhile
+        return forward, backward
+
+    @cached_property
+    def _costs(self) -> tuple[list[Cost], list[Cost]]:
+        """Costs of all stages as they are, and without recomputation."""
+        plain = replace(self.parallel, recompute_granularity="none")
+        model, length, layout = self.config.model, self.config.data.seq_length, self.plan.layout
+        costs, without = (stage_costs(layout, model, length, each, self.rates) for each in (self.parallel, plain))
+        return costs, without
+
+    def _computing(self, number: int) -> tuple[Ledger, Ledger]:
+        model, losses = self.config.model, self.config.losses
+        (forward, *backward), (_, *plain) = self._costs[0][number], self._costs[1][number]
+        again, plain_backward = sum(backward) - sum(plain), sum(plain)
+        if self.plan.layout.stages[number].mtp and losses.mtp_steps:
+            length = self.config.data.seq_length
+            first, *rest = layer_cost(model, model.num_hidden_layers, length, self.parallel, self.rates)
+            head = head_flops(model, 1) * self.rates.head[0]
+            forward += losses.mtp_steps * (first + head)
+            plain_backward += losses.mtp_steps * sum(rest)
+        ledgers = Ledger(), Ledger()
+        for ledger, kind, operations, factor in (
+            (ledgers[0], COMPUTING, forward, self.machine.forward),
+            (ledgers[1], COMPUTING, plain_backward, self.machine.backward),
+            (ledgers[1], AGAIN, again, self.machine.forward),
+        ):
+            if operations:
+                ledger.add(kind, operations * self.per_operation * factor)
+        return ledgers
+
+    def deferred(self, number: int) -> float:
+        """Seconds of a stage's gradients of weights that a backward puts off."""
+        costs = self._costs[0][number]
+        return costs[2] * self.per_operation * self.machine.backward if len(costs) == 3 else 0.0
+
+    def _transfers(self, layer: int, forward: Ledger, backward: Ledger) -> None:
+        """What one layer's ranks send to each other, all of it waited for. A backward sends as much back."""
+        repeats = REPEATED[self.parallel.recompute_granularity] > 0
+        for (axis, _), sent in layer_traffic(self.plan, layer).items():
+            seconds, kind = self.seconds(axis, sent), TRANSFERS[axis]
+            forward.add(kind, seconds)
+            # The recomputation of a layer ends before its tokens go back from the experts.
+            backward.add(kind, seconds * (1 + repeats * (0.5 if kind == EXPERTS else 1.0)))
+        if self.grid.ep > 1 and self.config.model.is_moe(layer):
+            forward.add(EXPERTS, EXPERTS_WAIT)
+            backward.add(EXPERTS, EXPERTS_WAIT * (1 + repeats))
+
+    def _fsdp(self, unit: FsdpUnit, forward: Ledger, backward: Ledger) -> None:
+        """Gathers of a unit's weights and reductions of its gradients that every micro-batch has.
+
+        FSDP2 casts its shard, copies it into a buffer and copies out what it has gathered: 4 + 10 / n bytes of passes a
+        weight on n ranks, in bf16. Whole weights that do not stay are copied from their masters.
+        """
+        axis, n = self._group(unit)
+        every = self.plan.schedule.micro_batches > 1 and unit.expert  # sums of several bf16 gradients are fp32
+        if n == 1:
+            if self._reshards(unit):
+                forward.add(COPIES, 6 * unit.trained_elements / self.machine.copies)
+                if REPEATED[self.parallel.recompute_granularity]:
+                    backward.add(COPIES, 6 * unit.trained_elements / self.machine.copies)
+            if every:
+                backward.add(COPIES, 10 * unit.trained_elements / self.machine.copies)
+            return
+        if self._gathers_each(unit):
+            self._gather(unit, axis, n, forward)
+            if self._reshards(unit) and not unit.vocabulary:
+                self._gather(unit, axis, n, backward)
+        if self.reductions > 1:
+            self._reduce(unit, axis, n, backward)
+        elif every:
+            backward.add(COPIES, 10 * unit.trained_elements / self.machine.copies)
+
+    def once(self, rank: int, optimizer: bool) -> Ledger:
+        """What a pipeline rank does once a step."""
+        ledger = Ledger()
+        for unit in self.plan.rank_units(rank):
+            axis, n = self._group(unit)
+            if unit.runs and n > 1:
+                if not self._gathers_each(unit):
+                    self._gather(unit, axis, n, ledger)
+                if self.reductions == 1:
+                    self._reduce(unit, axis, n, ledger)
+        if optimizer:
+            moved = OPTIMIZER_BYTES[self.config.optimizer.adam_moments_dtype] * self.plan.trained_most(rank)
+            ledger.add(OPTIMIZER, moved / self.machine.copies)
+        return ledger
+
+    def _group(self, unit: FsdpUnit) -> tuple[str, int]:
+        return ("edp", self.grid.edp) if unit.expert else ("dp_cp", self.grid.dp * self.grid.cp)
+
+    def _reshards(self, unit: FsdpUnit) -> bool:
+        parallel = self.parallel
+        return parallel.reshard_experts_after_forward if unit.expert else parallel.reshard_after_forward
+
+    def _gathers_each(self, unit: FsdpUnit) -> bool:
+        """Whether each micro-batch gathers; what stays gathered does until it is reduced."""
+        return self._reshards(unit) or self.reductions > 1
+
+    def _gather(self, unit: FsdpUnit, axis: str, n: int, ledger: Ledger) -> None:
+        seconds = self.seconds(axis, (n - 1) / n * unit.elements * self.s.b)
+        ledger.add(FSDP, seconds, (1 - FSDP_HIDDEN) * seconds)
+        ledger.add(COPIES, (4 + 10 / n) * unit.elements / self.machine.copies)
+
+    def _reduce(self, unit: FsdpUnit, axis: str, n: int, ledger: Ledger) -> None:
+        """fp32 on the way; gradients are copied into a buffer, the experts' are widened before."""
+        seconds = self.seconds(axis, (n - 1) / n * unit.trained_elements * FP32)
+        ledger.add(FSDP, seconds, (1 - FSDP_HIDDEN) * seconds)
+        widened = unit.expert and (self.reductions > 1 or self.plan.schedule.micro_batches == 1)
+        ledger.add(COPIES, (14 if widened else 8) * unit.trained_elements / self.machine.copies)
+
+    def _messages(self, number: int) -> tuple[float, float]:
+        """Seconds to receive the inputs of a stage, and the gradients of its outputs."""
+        incoming, _ = self._crossing[number]
+        following = self._crossing[number + 1][1] if number + 1 < len(self._crossing) else 0.0
+        return incoming, following
+
+    @cached_property
+    def _crossing(self) -> list[tuple[float, float]]:
+        """Seconds of what enters each stage, and of the gradients that leave it backwards."""
+        plan, model = self.plan, self.config.model
+        stages, place = plan.layout.stages, plan.layout.placement.of_stage
+        dtype = torch.bfloat16 if self.s.b == 2 else torch.float32
+        fields = carry_fields(model, stages, self.s.shard, self.s.pack, dtype, self.config.indexer)
+        found = [(0.0, 0.0)]
+        block = plan.world_size // self.grid.pp
+        for number in range(1, len(stages)):
+            ends = (place[number - 1][0], place[number][0])
+            nodes = {rank * block // plan.gpus_per_node for rank in ends}
+            rate = self.machine.nvlink if len(nodes) == 1 else self.machine.nic
+            sizes = [(math.prod(f.shape) * f.dtype.itemsize, f.differentiable) for f in fields if f.stages[number]]
+            sizes = sizes if ends[0] != ends[1] else []
+            found.append((sum(n for n, _ in sizes) / rate, sum(n for n, back in sizes if back) / rate))
+        return found
+
+    def seconds(self, axis: str, sent: float) -> float:
+        """Of `sent` bytes that a rank sends to the others of its group.
+
+        Tokens go to all ranks, those of its node first. A ring passes each node by as many adapters as it has ranks
+        there: 8 ranks a node cross at eight times a GPU's rate.
+        """
+        ranks = self.plan.grid.first(axis)
+        near = sum(rank // self.plan.gpus_per_node == ranks[0] // self.plan.gpus_per_node for rank in ranks)
+        nvlink, nic = self.machine.nvlink, self.machine.nic
+        if TRANSFERS.get(axis) == EXPERTS and self.parallel.moe_token_dispatcher_type != "allgather":
+            inside = (near - 1) / (len(ranks) - 1)
+            return sent * (inside / nvlink + (1 - inside) / nic)
+        return sent / nvlink if near == len(ranks) else max(sent / nvlink if near > 1 else 0.0, sent / near / nic)
