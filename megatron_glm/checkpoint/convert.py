@@ -157,7 +157,7 @@ class Export:
         files = self.files(run)
         if run.verify:  # what is read, too: copies of damaged data would be found equal
             parts = self.reader.index.by_file().values()
-            chunks = [i for part in parts for i in part if not self.reader.index.name_of(i).startswith("optimizer.")]
+            chunks = [i for part in parts for i in part if not self.reader.index.piece(i).name.startswith("optimizer.")]
             sharded.together(run.group, lambda: self.reader.check_data(run.share(chunks)))
         produce(target, settings, files, run, lambda staging, _: self._complete(staging, files))
 

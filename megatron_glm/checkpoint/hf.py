@@ -202,12 +202,12 @@ class HFCheckpoint:
 
     def _piece(self, tensor: HFTensor, low: list[int], high: list[int]) -> torch.Tensor:
         """Canonical rows and columns [low, high) of one Hugging Face tensor."""
-        data = self.source.tensor(tensor.key).view(tensor.sizes)
+        data = self.source.entries[tensor.key].tensor().view(tensor.sizes)
         index = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, tensor.offsets, strict=True))
         scale_key = tensor.key + SCALE_SUFFIX
         if scale_key not in self.source.entries:
             return self._cast(tensor, data[index])
-        scales = self.source.tensor(scale_key)
+        scales = self.source.entries[scale_key].tensor()
         *rows, columns = index  # a row of scales is for whole rows
         if data.dim() == 2:
             return dequantize(data[rows[0]], scales, self.block, tensor.dtype, rows[0].start)[:, columns]
@@ -242,10 +242,6 @@ def quantization_config(config: ModelConfig) -> dict[str, Any]:
         "quant_method": "fp8",
         "weight_block_size": list(EXPORT_BLOCK),
     }
-
-
-def total_bytes(shapes: Shapes) -> int:
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
 
 
 def all_hf_tensors(config: ModelConfig) -> Iterator[HFTensor]:

@@ -9,8 +9,6 @@ import json
 import re
 from pathlib import Path
 
-import torch
-
 from ..config.quantization import refuse_files
 from ..config.source import describe, require_content, require_folder, unique
 from .files import check_side_files, visible_files
@@ -84,10 +82,6 @@ class SafetensorsFolder:
         if lacking := keys - entries.keys():
             raise ValueError(f"{file} lacks {min(lacking)}, which {INDEX_NAME} places in it")
         self.entries |= entries
-
-    def tensor(self, key: str) -> torch.Tensor:
-        """The whole tensor as a view of the mapped file."""
-        return self.entries[key].tensor()
 
 
 def format_of(keys: list[str]) -> str | None:

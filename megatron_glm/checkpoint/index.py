@@ -24,7 +24,7 @@ from ..config.iterations import INDEX_NAMES
 from ..parallel.shard import Rectangle
 from .chunks import DIMS, ChunkTable, Piece
 
-NAME, OLD_NAME = INDEX_NAMES
+NAME = INDEX_NAMES[0]
 VERSION = 2
 DIGEST_BYTES = hashlib.sha256().digest_size
 OLD_CHECKSUM_BYTES = 4
@@ -75,16 +75,12 @@ class Index:
         )
         self.first = np.searchsorted(self.tensor, np.arange(len(self.names) + 1))  # row of a tensor's first chunk
 
-    def name_of(self, chunk: int) -> str:
-        return self.names[self.tensor[chunk]]
-
-    def shape_of(self, chunk: int) -> tuple[int, ...]:
-        dims = len(self.tensors[self.name_of(chunk)][0])
-        return tuple(self.sizes[chunk, :dims].tolist())
-
-    def offsets_of(self, chunk: int) -> list[int]:
-        dims = len(self.tensors[self.name_of(chunk)][0])
-        return self.offsets[chunk, :dims].tolist()
+    def piece(self, chunk: int) -> Piece:
+        """Of which tensor a chunk is, and where in it."""
+        name = self.names[self.tensor[chunk]]
+        shape, dtype = self.tensors[name]
+        offsets, sizes = (tuple(column[chunk, : len(shape)].tolist()) for column in (self.offsets, self.sizes))
+        return Piece(name, shape, dtype, offsets, sizes)
 
     def by_file(self) -> dict[str, list[int]]:
         """{file: the chunks in it, in the order of their places}, in the order of the files' names."""

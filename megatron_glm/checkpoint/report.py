@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from ..config import iterations
 from ..config.model import ModelConfig
@@ -83,10 +86,9 @@ def _show_model(config: ModelConfig, show: Callable[[str], object]) -> None:
 
 def _show_stored(reader: sharded.Reader, show: Callable[[str], object]) -> None:
     sizes = {"weights": 0, "optimizer": 0}
-    dtypes: dict[str, int] = {}
     for name, (shape, dtype) in reader.shapes.items():
         sizes["optimizer" if name.startswith("optimizer.") else "weights"] += math.prod(shape) * dtype.itemsize
-        dtypes[str(dtype).removeprefix("torch.")] = dtypes.get(str(dtype).removeprefix("torch."), 0) + 1
+    dtypes = _counted(dtype for _, dtype in reader.shapes.values())
     files = reader.index.by_file()
     writers = {name.split("_")[0] for name in files if name.startswith("rank")}
     made = f"saved by {len(writers)} processes" if writers else "converted"
@@ -94,6 +96,11 @@ def _show_stored(reader: sharded.Reader, show: Callable[[str], object]) -> None:
     show(f"iteration    {reader.folder.name.removeprefix('iter_')}, {made}")
     show(f"layout       {len(reader.shapes)} tensors in {chunks} chunks in {len(files)} files; {dtypes}")
     show(f"sizes        weights {human(sizes['weights'])}, optimizer {human(sizes['optimizer'])}")
+
+
+def _counted(dtypes: Iterable[torch.dtype]) -> dict[str, int]:
+    """{"bfloat16": number of tensors, …}, in the order in which they come."""
+    return dict(Counter(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
 def _faults(reader: sharded.Reader, config: ModelConfig, data: bool) -> Iterator[str]:
@@ -117,9 +124,7 @@ def _inspect_hf(folder: Path, data: bool, show: Callable[[str], object]) -> None
     entries = checkpoint.source.entries
     files = {entry.file for entry in entries.values()}
     _show_model(checkpoint.config, show)
-    dtypes: dict[str, int] = {}
-    for entry in entries.values():
-        dtypes[str(entry.dtype).removeprefix("torch.")] = dtypes.get(str(entry.dtype).removeprefix("torch."), 0) + 1
+    dtypes = _counted(entry.dtype for entry in entries.values())
     show(f"layout       Hugging Face folder: {len(entries)} tensors in {len(files)} files; {dtypes}")
     show(f"sizes        {human(sum(entry.end - entry.start for entry in entries.values()))}")
     show("integrity    good: every tensor of the model is there, and whole by its size")

@@ -59,13 +59,8 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def read_state(folder: Path, iteration: int) -> dict[str, Any]:
-    """The scalars that `save` was given. Raises ValueError naming the file if it is missing or damaged."""
-    return state_of(iteration_folder(folder, iteration))
-
-
 def state_of(folder: Path) -> dict[str, Any]:
-    """`read_state` of one `iter_…` folder."""
+    """The scalars that `save` was given, of one `iter_…` folder. Raises ValueError naming a missing or damaged file."""
     file = folder / "state.json"
     try:
         state = json.loads(file.read_text())
@@ -307,27 +302,28 @@ class Reader:
     def _check_data(self, chunk: int, data: torch.Tensor) -> None:
         found, saved = zlib.crc32(data.view(-1).view(torch.uint8).numpy().data), int(self.index.checksum[chunk])
         if found != saved:
-            what = f"{self.index.name_of(chunk)} at {self.index.offsets_of(chunk)} has the checksum {found:#x}"
+            piece = self.index.piece(chunk)
+            what = f"{piece.name} at {list(piece.offsets)} has the checksum {found:#x}"
             raise ValueError(f"{self._file(chunk)} is damaged: {what}, saved was {saved:#x}")
 
     def _chunk(self, chunk: int) -> torch.Tensor:
         """A stored chunk in the mapped file; refuses a file that is missing, truncated, or another under this name."""
-        file, name, sizes = self._file(chunk), self.index.name_of(chunk), self.index.shape_of(chunk)
-        start, length, dtype = int(self.index.start[chunk]), int(self.index.length[chunk]), self.shapes[name][1]
+        file, piece = self._file(chunk), self.index.piece(chunk)
+        start, length = int(self.index.start[chunk]), int(self.index.length[chunk])
         if file != self._last[0]:
             if not file.is_file():
-                raise ValueError(f"{file} is missing: it holds {name}")
+                raise ValueError(f"{file} is missing: it holds {piece.name}")
             self._last = file, archives.mapping(file, 0, 0) if file.stat().st_size else b""
         content: Any = self._last[1]
         if (end := start + length) > len(content):
-            raise ValueError(f"{file} is truncated: {name} ends at byte {end}, the file at byte {len(content)}")
+            raise ValueError(f"{file} is truncated: {piece.name} ends at byte {end}, the file at byte {len(content)}")
         try:
             archive = archives.find(content, start, length)
         except (zipfile.BadZipFile, ValueError, NotImplementedError, OverflowError) as error:
-            raise ValueError(f"{file}: cannot read {name}: {error}") from error
-        if (archive.nbytes, archive.checksum) != (math.prod(sizes) * dtype.itemsize, self.index.checksum[chunk]):
-            raise ValueError(f"{file} is not the file that was saved: it holds other data as {name}")
-        return archives.view(content, archive.start, dtype, sizes)
+            raise ValueError(f"{file}: cannot read {piece.name}: {error}") from error
+        if (archive.nbytes, archive.checksum) != (piece.nbytes, self.index.checksum[chunk]):
+            raise ValueError(f"{file} is not the file that was saved: it holds other data as {piece.name}")
+        return archives.view(content, archive.start, piece.dtype, piece.sizes)
 
 
 def together(

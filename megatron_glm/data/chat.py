@@ -227,28 +227,22 @@ def _strings(message: dict[str, Any]) -> Iterator[tuple[str, str, bool]]:
             pieces = [*THINK_TAGS.split(value), ""]  # text and tags in turn
             yield from ((key, pieces[j], pieces[j + 1] == "</think>") for j in range(0, len(pieces), 2))
         elif key == "tool_calls":
-            yield from ((key, string, False) for call in message[key] for string in _call_strings(call))
+            functions = (call.get("function", call) for call in message[key])
+            strings = inner_strings([[function["name"], function["arguments"]] for function in functions])
+            yield from ((key, string, False) for string in strings)
         elif key == "content" and isinstance(value, list):  # tool results
             yield from ((key, item["output"] if isinstance(item, dict) else item, False) for item in value)
         elif key != "role":
             yield key, value, key == "reasoning_content"
 
 
-def _call_strings(call: dict) -> Iterator[str]:
-    function = call.get("function", call)
-    yield function["name"]
-    yield from _inner_strings(function["arguments"])
-
-
-def _inner_strings(value: Any) -> Iterator[str]:
+def inner_strings(value: Any) -> Iterator[str]:
     """All strings in a nested value, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
-        for item in value:
-            yield from _inner_strings(item)
-        if isinstance(value, dict):
-            yield from _inner_strings(list(value.values()))
+        for item in [*value, *value.values()] if isinstance(value, dict) else value:
+            yield from inner_strings(item)
 
 
 def _found_as_json(string: str, text: str, start: int, end: int) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_glm.config.source import download_hint
 
-from .report import RowReport
+from .report import RowReport, some
 
 LINES, COLUMNS = (".jsonl", ".ndjson", ".json"), (".parquet", ".arrow")
 SUFFIXES = (*LINES, *COLUMNS)
@@ -61,17 +61,13 @@ def find_files(
         found = [file for file in candidates if is_readable(file, suffixes)]
         left = [str(file) for file in candidates if not is_readable(file, suffixes)]
         if not found:
-            there = f"; there: {_some(left)}" if left else ""
+            there = f"; there: {some(left)}" if left else ""
             hub = "" if path.exists() or path.suffix in (*suffixes, *COMPRESSIONS) else download_hint(entry, data=True)
             raise ValueError(f"{entry} holds or matches no file ({KNOWN}){there}: correct the path{hub}")
         if report is not None:
             report.files_left_out += left
         files += found
     return files
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _in_folder(folder: Path) -> list[Path]:

@@ -57,7 +57,7 @@ class Documents:
                 " --data-cache-path that they share"
             )
         try:
-            report = RowReport.from_json(json.loads((folder / REPORT).read_text(encoding="utf-8")))
+            report = RowReport(**json.loads((folder / REPORT).read_text(encoding="utf-8")))
             dataset = IndexedDataset(folder / DOCUMENTS)
             offsets = np.concatenate(([0], np.cumsum(dataset.document_lengths())))
             with (folder / TARGETS).open("rb") as file:

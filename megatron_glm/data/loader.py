@@ -7,9 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
-
-from .packing import PackedBatch, Piece, build_batch
+from .packing import Document, PackedBatch, build_batch
 
 T = TypeVar("T")
 
@@ -36,7 +34,7 @@ class Packs(Protocol):
     @property
     def packs_per_epoch(self) -> int: ...
 
-    def pack(self, index: int) -> Sequence[Piece | tuple[np.ndarray, np.ndarray]]: ...
+    def pack(self, index: int) -> Sequence[Document]: ...
 
     def sample_id(self, index: int) -> str: ...
 

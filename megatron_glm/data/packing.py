@@ -21,6 +21,9 @@ class Piece(NamedTuple):
     cut: bool = False  # the last of ids is no part of the pack: it only is the label of the token before it
 
 
+Document = Piece | tuple[np.ndarray, np.ndarray]  # (ids, targets) are a whole Piece
+
+
 @dataclass(frozen=True)
 class PackedBatch:
     """One micro-batch of T tokens: whole documents one after the other, then padding."""
@@ -38,7 +41,7 @@ class PackedBatch:
         return int(self.loss_mask.sum())
 
 
-def build_batch(documents: Sequence[Piece | tuple[np.ndarray, np.ndarray]], total: int) -> PackedBatch:
+def build_batch(documents: Sequence[Document], total: int) -> PackedBatch:
     """The documents, each a Piece or its (ids, targets), as one batch of `total` tokens.
 
     This is the only place that shifts: position j gets token j + 1 and its flag, if both are of the same document.

@@ -25,7 +25,8 @@ from megatron_glm.config.data import PARTS, parse_split
 from .blend import ENTRY, cache_key, deal, open_array, parse_blend, save_array, whole_weights
 from .cache import Once, Say, cache_folder, locked, writing
 from .indexed import IndexedDataset
-from .packing import Piece
+from .loader import Packs
+from .packing import Document, Piece
 
 FORMAT = 1  # part of every cache key: raise it when the same key should give another index
 MOCK_EPOCH = 64  # made-up samples where a whole epoch is asked for
@@ -181,25 +182,14 @@ class PrefixSamples:
         return opened
 
 
-class Part(Protocol):
+class Part(Packs, Protocol):
     """What a blend is made of: samples that are asked for, built by one process and opened by all."""
-
-    seq_length: int
-
-    @property
-    def packs_per_epoch(self) -> int: ...
 
     def require(self, samples: int) -> None: ...
 
     def build(self, say: Say) -> None: ...
 
     def open(self) -> None: ...
-
-    def pack(self, index: int) -> list: ...
-
-    def sample_id(self, index: int) -> str: ...
-
-    def summary(self) -> str: ...
 
 
 class Blend:
@@ -236,7 +226,7 @@ class Blend:
         for part in self.parts:
             part.open()
 
-    def pack(self, index: int) -> list[Piece]:
+    def pack(self, index: int) -> Sequence[Document]:
         part, number = self._part(index)
         return part.pack(number)
 

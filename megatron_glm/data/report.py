@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 
 @dataclass
@@ -44,13 +42,6 @@ class RowReport:
         self.first_skipped = self.first_skipped or later.first_skipped
         self.files_left_out += later.files_left_out
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> RowReport:
-        return cls(**values)
-
     def summary(self) -> str:
         """As `kinds: 20 messages, 5 text; columns not used: id, source`, and a line for each warning."""
         kinds = ", ".join(f"{rows} {kind}" for kind, rows in self.kinds.items()) or "none"
@@ -61,5 +52,9 @@ class RowReport:
         return "\n".join(lines)
 
     def files_not_read(self) -> str:
-        names, more = self.files_left_out[:5], len(self.files_left_out) - 5
-        return f"files not read: {', '.join(names)}" + f" and {more} more" * (more > 0)
+        return f"files not read: {some(self.files_left_out)}"
+
+
+def some(names: list[str]) -> str:
+    """The first five names, and how many more there are."""
+    return ", ".join(names[:5]) + f" and {len(names) - 5} more" * (len(names) > 5)

@@ -13,7 +13,7 @@ import numpy as np
 from megatron_glm.config import DataConfig, RunConfig
 
 from . import ids
-from .chat import ROLE_TOKENS, THINK_TAGS, ChatTemplate
+from .chat import ROLE_TOKENS, THINK_TAGS, ChatTemplate, inner_strings
 from .files import RawRow, check_unicode
 from .ids import TokenRow
 from .keys import HARMLESS, Notes, is_switch, switched_on
@@ -278,7 +278,7 @@ class RowReader:
         """Special tokens may only come from the template. Thinking may be written in an answer, with its tags."""
         for i, fields in enumerate([*messages, others]):
             for key, value in fields.items():
-                for text in [value] if isinstance(value, str) else _all_strings(value):
+                for text in inner_strings(value):
                     if key == "content" and "think>" in text and fields["role"] == "assistant":
                         text = THINK_TAGS.sub(" ", text)
                     for found in self.special_tokens.finditer(text):
@@ -315,14 +315,6 @@ def _check_prompts(columns: dict[str, Any], kind: tuple[str, ...], row: TextRow)
                     "to train on all of the text"
                 )
             raise ValueError(f"the row has the key {key} = {value!r:.60}, which {what}")
-
-
-def _all_strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for item in [*value, *value.values()] if isinstance(value, dict) else value:
-            yield from _all_strings(item)
 
 
 def _object(value: Any, what: str) -> dict:

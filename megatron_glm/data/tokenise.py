@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import time
@@ -79,7 +80,7 @@ def write_documents(
         with named_errors(targets):
             to_disk(file)
     with (folder / REPORT).open("w", encoding="utf-8") as file, named_errors(folder / REPORT):
-        json.dump(report.to_json(), file)
+        json.dump(dataclasses.asdict(report), file)
         to_disk(file)
     return report
 

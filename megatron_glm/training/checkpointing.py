@@ -162,7 +162,9 @@ class Saver:
         sharded.save(self.folder, iteration, rectangles, state, config.model, self.hf_files, group)
         log(f"saved iteration {iteration} to {self.folder}")
         if self.hf_files is not None:
-            self.hf_files = sharded.iteration_folder(self.folder, iteration) / "hf"  # where it came from may be removed
+            self.hf_files = (
+                iterations.iteration_folder(self.folder, iteration) / "hf"
+            )  # where it came from may be removed
         if (keep := config.checkpoint.kept) is not None:
             retain = config.checkpoint.save_retain_interval
             try:
@@ -299,14 +301,13 @@ def start_of_run(config: RunConfig) -> Progress:
 
 def run_state(folder: Path, iteration: int) -> dict[str, Any]:
     """The state that `Saver.save` wrote. Raises ValueError if it is not that, or that of another iteration."""
-    state = sharded.read_state(folder, iteration)
+    named = iterations.iteration_folder(folder, iteration)
+    state = sharded.state_of(named)
     if (was := state.get("iteration", iteration)) != iteration:  # earlier versions did not write it
-        named = sharded.iteration_folder(folder, iteration)
         raise ValueError(f"{named} was renamed: it holds iteration {was}, as its state.json says")
     for name, kind in {"consumed_samples": int, "run_id": str, "optimizer_steps": int}.items():
         if not isinstance(value := state.get(name), kind):
-            file = sharded.iteration_folder(folder, iteration) / "state.json"
-            raise ValueError(f"{file} is damaged: its {name} is {value!r}, no {kind.__name__}")
+            raise ValueError(f"{named / 'state.json'} is damaged: its {name} is {value!r}, no {kind.__name__}")
     return state
 
 

@@ -68,7 +68,7 @@ def test_two_ranks_reshard_and_fail_together(tmp_path: Path):
         assert "lm_head.weight write 120 elements of 240" in bad_save
         assert "iter_0000005 already exists" in twice
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000005", sharded.LATEST_NAME]
-    assert sharded.read_state(tmp_path, 5) == {"rank": 0}
+    assert sharded.state_of(sharded.iteration_folder(tmp_path, 5)) == {"rank": 0}
 
     alone = share(0, 0, 1, False)
     sharded.load(tmp_path, 5, alone, None)
@@ -110,7 +110,7 @@ def test_small_pieces_are_written_by_one_rank(tmp_path: Path):
     distributed.run(4, save_in_blocks, tmp_path)
     reader = sharded.Reader(tmp_path / "iter_0000001")
     by_file = reader.index.by_file()
-    chunks = Counter(reader.index.name_of(chunk) for part in by_file.values() for chunk in part)
+    chunks = Counter(reader.index.piece(chunk).name for part in by_file.values() for chunk in part)
     one = ("b", "c", "d", "moment.b", "moment.c", "moment.d", "moment.large")  # 320 bytes a rank
     assert chunks == dict.fromkeys(one, 1) | {"a": 4, "moment.a": 2, "large": 4}  # a: above 600; 500 + 500 + 500 + 500
     assert len({name.split("_")[0] for name in by_file}) == 4, "every rank writes a share"

@@ -96,7 +96,7 @@ def test_folder_describes_itself(tmp_path: Path):
     folder = tmp_path / "iter_0000100"
     assert sharded.latest(tmp_path) == 100
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "100"
-    assert sharded.read_state(tmp_path, 100) == {"consumed": 12}
+    assert sharded.state_of(sharded.iteration_folder(tmp_path, 100)) == {"consumed": 12}
     assert ModelConfig.from_hf(folder) == CONFIG
     assert (folder / "hf" / "tokenizer.json").read_bytes() == b"\r\n"
     assert not [path for path in tmp_path.rglob("*.tmp")]
@@ -333,18 +333,18 @@ def test_a_damaged_state_is_named(tmp_path: Path):
     save(tmp_path, layout(0, [], tensors()))
     file = tmp_path / "iter_0000004" / "state.json"
     whole = file.read_bytes()
-    assert sharded.read_state(tmp_path, 4) == {"consumed": 12}
+    assert sharded.state_of(sharded.iteration_folder(tmp_path, 4)) == {"consumed": 12}
     file.write_bytes(whole.replace(b"12", b"13", 1))
     with pytest.raises(ValueError, match=f"{file} is damaged: its checksum"):
-        sharded.read_state(tmp_path, 4)
+        sharded.state_of(sharded.iteration_folder(tmp_path, 4))
     file.write_text('{"consumed": 12}')  # as earlier versions wrote it
-    assert sharded.read_state(tmp_path, 4) == {"consumed": 12}
+    assert sharded.state_of(sharded.iteration_folder(tmp_path, 4)) == {"consumed": 12}
     file.write_bytes(whole[:-3])
     with pytest.raises(ValueError, match=str(file)):
-        sharded.read_state(tmp_path, 4)
+        sharded.state_of(sharded.iteration_folder(tmp_path, 4))
     file.write_text("[]")
     with pytest.raises(ValueError, match=f"{file} is damaged"):
-        sharded.read_state(tmp_path, 4)
+        sharded.state_of(sharded.iteration_folder(tmp_path, 4))
 
 
 def test_every_changed_byte_of_a_tensor_is_noticed(tmp_path: Path):

@@ -30,12 +30,12 @@ def as_version_1(folder: Path) -> None:
     stored, found = reader.index, {}
     for name in reader.shapes:
         rows = range(stored.first[stored.numbers[name]], stored.first[stored.numbers[name] + 1])
-        found[name] = {torch.Size(stored.offsets_of(row)): row for row in rows}
+        found[name] = {torch.Size(stored.piece(row).offsets): row for row in rows}
     described = {
         name: TensorStorageMetadata(
             TensorProperties(reader.shapes[name][1]),
             torch.Size(reader.shapes[name][0]),
-            [ChunkStorageMetadata(offsets, torch.Size(stored.shape_of(row))) for offsets, row in chunks.items()],
+            [ChunkStorageMetadata(offsets, torch.Size(stored.piece(row).sizes)) for offsets, row in chunks.items()],
         )
         for name, chunks in found.items()
     }

@@ -124,7 +124,7 @@ def test_one_expert_is_found_without_its_neighbours():
         shape = (stop - start, *stored.tensors[name][0][1:])
         wanted = Rectangle(name, stored.tensors[name][0], (start, 0, 0)[: len(shape)], torch.empty(shape), False)
         parts = stored.parts(wanted)
-        return [(stored.offsets_of(p.chunk)[0], p.stored[0], p.wanted[0], p.lengths[0]) for p in parts]
+        return [(stored.piece(p.chunk).offsets[0], p.stored[0], p.wanted[0], p.lengths[0]) for p in parts]
 
     assert found("experts", 4711, 4712) == [(4711, 0, 0, 1)]
     assert found("rows", 6, 8) == [(0, 6, 0, 1), (7, 0, 1, 1)]

@@ -50,7 +50,7 @@ def test_a_run_resumed_in_its_ramp_up_equals_an_uninterrupted_one(run):
     assert [record["consumed_samples"] for record in log] == [2, 4, 8, 14, 20, 26]
     assert [name for record in log for name in record["samples"]] == [f"mock:{i}" for i in range(26)]
     assert [record["learning_rate"] for record in log] == pytest.approx([0.01] * 5 + [0.01 * (2 * 0.5**0.5 - 1)])
-    assert sharded.read_state(Path("whole"), 6) == sharded.read_state(Path("broken"), 6)
+    assert sharded.state_of(Path("whole/iter_0000006")) == sharded.state_of(Path("broken/iter_0000006"))
 
 
 def test_files_are_split_into_training_validation_and_test(run, capsys):

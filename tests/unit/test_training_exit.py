@@ -272,7 +272,7 @@ def test_no_load_optim_goes_on_with_fresh_moments(run):
     run(train_iters=2, save="out")
     run(preset=None, load="out", no_load_optim=True, train_iters=3, save="out", log_file="log.jsonl")
     assert [record["iteration"] for record in records("log.jsonl")] == [3]
-    state = sharded.read_state(Path("out"), 3)
+    state = sharded.state_of(sharded.iteration_folder(Path("out"), 3))
     assert (state["consumed_samples"], state["optimizer_steps"]) == (6, 1)
     # after one step from zero, exp_avg = (1 - beta1) g and exp_avg_sq = (1 - beta2) g²
     after = tensors("out", 3)

@@ -53,7 +53,7 @@ def test_a_skipped_step_leaves_no_trace(run, monkeypatch):
     assert [record["iteration"] for record in log] == [1, 2, 3]
     assert log[1]["lm_loss"] is None and "lm_head.weight of rank 0" in log[1]["skipped"]
     assert_same(tensors("out", 1), tensors("out", 2))
-    states = [sharded.read_state(Path("out"), iteration) for iteration in (1, 2, 3)]
+    states = [sharded.state_of(sharded.iteration_folder(Path("out"), iteration)) for iteration in (1, 2, 3)]
     assert [state["consumed_samples"] for state in states] == [2, 4, 6]
     assert [state["optimizer_steps"] for state in states] == [1, 1, 2]
     run(preset=None, load="out", ckpt_step=2, **flags, save="resumed")
