@@ -57,14 +57,19 @@ def run_config(
     )
 
 
-def pack(model: ModelConfig, seed: int, step: int, index: int) -> PackedBatch:
-    """A pack of one to four documents; every fourth is half padding, and the masks leave few labels or many."""
+PACKS = (20, 1, 11), (64,), (7, 30, 9, 18), (40, 24)  # documents of the packs; every fourth is half padding
+
+
+def pack(
+    model: ModelConfig, seed: int, step: int, index: int, packs: tuple[tuple[int, ...], ...] = PACKS
+) -> PackedBatch:
+    """One of the packs, in turn; the masks leave few labels or many."""
     generator = torch.Generator().manual_seed(seed * 100003 + step * 101 + index)
-    lengths = ((20, 1, 11), (64,), (7, 30, 9, 18), (40, 24))[index % 4]
+    lengths = packs[index % 4]
     used = sum(lengths)
     tokens = torch.randint(0, model.vocab_size, (SEQ_LENGTH,), generator=generator)
     labels = tokens.roll(-1)
-    labels[torch.tensor(lengths).cumsum(0) - 1] = -100
+    labels[torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1] = -100
     labels[used:] = -100
     mask = (labels != -100) & (torch.rand(SEQ_LENGTH, generator=generator) < (0.5, 0.2, 1.0, 0.9)[index % 4])
     position = torch.cat([torch.arange(n) for n in (*lengths, SEQ_LENGTH - used)])
@@ -150,16 +155,16 @@ def assemble(tensors: dict, gloo: dist.ProcessGroup, copies_agree: bool) -> dict
     return whole
 
 
-def train_layouts(cases: list[tuple[str, RunConfig]]) -> dict[str, Result | str]:
+def train_layouts(cases: list[tuple[str, RunConfig]], make_pack=pack) -> dict[str, Result | str]:
     """One spawn, many layouts: name -> result."""
-    return {name: train(config) for name, config in cases}
+    return {name: train(config, make_pack=make_pack) for name, config in cases}
 
 
-def clear_reference(configured: Callable[[int], RunConfig]) -> tuple[int, Result]:
+def clear_reference(configured: Callable[[int], RunConfig], make_pack=pack) -> tuple[int, Result]:
     """One process, `configured` with the first seed whose selections are clear by GAP in all three steps."""
     single_groups()
     for seed in range(20):
-        result = train(configured(seed))
+        result = train(configured(seed), make_pack=make_pack)
         if result.gap >= GAP:
             return seed, result
     raise AssertionError(f"no seed of 20 gives selections that are clear by {GAP}")

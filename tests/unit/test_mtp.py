@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as hf_module  # noqa: E402
 
 LAYERS, TOTAL, GAP = 3, 48, 1e-5
-LENGTHS = (21, 1, 2, 14, 3)  # 7 rows of padding
+LENGTHS = (21, 1, 2, 3, 4, 10)  # with 3 steps documents of 1, 2, k and k + 1 tokens, too; 7 rows of padding
 
 
 def config(shares: bool):
@@ -40,16 +40,16 @@ def config(shares: bool):
     return model, deeper
 
 
-def batch(vocabulary: int, seed: int) -> PackedBatch:
+def batch(vocabulary: int, seed: int, lengths: tuple[int, ...] = LENGTHS) -> PackedBatch:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(1, vocabulary, (TOTAL,), generator=generator)
-    used = sum(LENGTHS)
+    used = sum(lengths)
     labels = tokens.roll(-1)
-    labels[torch.tensor(LENGTHS).cumsum(0) - 1] = -100
+    labels[torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1] = -100
     labels[used:] = -100
     mask = (labels != -100) & (torch.rand(TOTAL, generator=generator) < 0.8)
-    position = torch.cat([*map(torch.arange, LENGTHS), torch.zeros(TOTAL - used, dtype=torch.int64)])
-    return PackedBatch(tokens, labels, mask, position, LENGTHS, TOTAL - used)
+    position = torch.cat([*map(torch.arange, lengths), torch.zeros(TOTAL - used, dtype=torch.int64)])
+    return PackedBatch(tokens, labels, mask, position, lengths, TOTAL - used)
 
 
 class Fixed:
@@ -137,28 +137,35 @@ def ours(model, reference, losses: LossConfig, recompute="none"):
     return chunk, Engine(run, single_groups(), [chunk])
 
 
-def run(engine, chunk, packed: PackedBatch):
+def run(engine, chunk, *packs: PackedBatch):
+    """All forwards, then all backwards: losses of the last pack, gradients of all, and how clear the choices were."""
     chunk.zero_grad()
-    micro_batch = engine._micro_batch(packed, {})
     with recorded() as seen:
-        _, found = chunk(micro_batch, {})
-    torch.autograd.backward([loss for loss in found.values() if loss.requires_grad])
+        outcomes = [chunk(engine._micro_batch(packed, {}), {})[1] for packed in packs]
+    for found in outcomes:
+        torch.autograd.backward([loss for loss in found.values() if loss.requires_grad])
     gradients = {name: p.grad.clone() for name, p in chunk.named_parameters() if p.grad is not None}
-    return {name: value.item() for name, value in found.items()}, gradients, seen.gap
+    return {name: value.item() for name, value in outcomes[-1].items()}, gradients, seen.gap
+
+
+def clear_case(shares: bool, losses: LossConfig):
+    """Reference, pack, our chunk and engine, and what `run` gives, with the first seed of clear choices."""
+    model, deeper = config(shares)
+    for seed in range(20):
+        reference, packed = Reference(deeper, seed), batch(model.vocab_size, seed)
+        chunk, engine = ours(model, reference, losses)
+        outcome = run(engine, chunk, packed)
+        if outcome[2] >= GAP:
+            return reference, packed, chunk, engine, outcome
+    raise AssertionError(f"no seed of 20 gives selections that are clear by {GAP}")
 
 
 @pytest.mark.parametrize(
     "steps, shares, shift", [(1, False, True), (1, True, True), (3, False, True), (3, True, True), (3, True, False)]
 )
 def test_steps_equal_the_hugging_face_modules(steps, shares, shift):
-    model, deeper = config(shares)
     losses = LossConfig(mtp_num_steps=steps, mtp_loss_scaling_factor=0.3, mtp_unshifted_queries=not shift)
-    for seed in range(20):
-        reference, packed = Reference(deeper, seed), batch(model.vocab_size, seed)
-        chunk, engine = ours(model, reference, losses)
-        found, gradients, gap = run(engine, chunk, packed)
-        if gap >= GAP:
-            break
+    reference, packed, _, _, (found, gradients, _) = clear_case(shares, losses)
     labels = packed.labels.masked_fill(~packed.loss_mask, -100)
     sums, hits, begin = [0.0] * (steps + 1), [0] * steps, 0
     for length in LENGTHS:
@@ -184,15 +191,84 @@ def test_steps_equal_the_hugging_face_modules(steps, shares, shift):
     assert max(errors.values()) <= 1e-5, sorted(errors.items(), key=lambda item: -item[1])[:5]
 
 
+class EngineCache:
+    """The keys of a sequence as an engine holds them: each forward appends those of its rows, at their positions."""
+
+    def __init__(self, *tensors):
+        self.tensors = list(tensors)  # latents, rotated keys, keys of the indexer
+
+    def upto(self, rows: int) -> EngineCache:
+        latents, rotated, indexed = self.tensors
+        return EngineCache(latents[:, :, :rows], rotated[:, :, :rows], indexed[:, :rows])
+
+    def update(self, latents, rotated, *_, **__):
+        given = zip(self.tensors or [latents[:, :, :0], rotated[:, :, :0]], (latents, rotated), strict=False)
+        self.tensors[:2] = [torch.cat(pair, 2) for pair in given]
+        return self.tensors[0], self.tensors[1]
+
+    def update_indexer(self, keys, _):
+        self.tensors[2:] = [torch.cat([*self.tensors[2:], keys], 1)]
+        return self.tensors[2]
+
+
+def drafted(reference: Reference, tokens: torch.Tensor, steps: int) -> dict[tuple[int, int], torch.Tensor]:
+    """Hidden states by (step, row) of one document as an engine drafts that shares keys: one row at a time.
+
+    Each verified row runs step 1, which writes its key and selects among the keys so far. Its drafts follow: each
+    writes a key of its own one position further, and attends to what its row's step 1 has selected.
+    """
+    base, n, width = reference.hf.model, len(tokens), reference.deeper.hidden_size
+    block, attention = base.layers[LAYERS], base.layers[LAYERS].self_attn
+    indexer, cache, found = attention.indexer, EngineCache(), {}
+    trunk = reference.hidden(tokens[None], 0, True, True)[0]
+
+    def run_row(previous, row, step, cache, chosen):
+        at = torch.tensor([[row + step - 1]])
+        embedded = base.embed_tokens(tokens[row + step].view(1, 1))
+        u = reference.eh_proj(torch.cat([reference.norms["enorm"](embedded), reference.norms["hnorm"](previous)], -1))
+        given = {"position_ids": at, "position_embeddings": base.rotary_emb(torch.zeros(1, 1, width), position_ids=at)}
+        mask = torch.zeros(1, 1, 1, row + step)  # the keys that are in the cache then: the row's own is the last
+        attention.indexer = indexer if chosen is None else None
+        out, chosen = block(u, attention_mask=mask, prev_topk_indices=chosen, cache=cache, **given)
+        attention.indexer = indexer
+        return reference.norms["last"](out), chosen
+
+    for row in range(n - 1):
+        hidden, chosen = run_row(trunk[:, row : row + 1], row, 1, cache, None)
+        found[1, row], drafts = hidden, cache.upto(row + 1)
+        for step in range(2, min(steps, n - 1 - row) + 1):
+            hidden, _ = run_row(hidden, row, step, drafts, chosen)
+            found[step, row] = hidden
+    return found
+
+
+def test_three_sharing_steps_are_the_drafts_of_an_engine():
+    reference, packed, chunk, engine, _ = clear_case(True, LossConfig(3))
+    seen = []
+    hook = chunk.lm_head.register_forward_pre_hook(lambda _, given: seen.extend(each.hidden for each in given[0]))
+    with torch.no_grad():
+        chunk(engine._micro_batch(packed, {}), {})
+        hook.remove()
+        begin, compared = 0, 0
+        for length in LENGTHS:
+            for (step, row), hidden in drafted(reference, packed.tokens[begin : begin + length], 3).items():
+                torch.testing.assert_close(seen[step][begin + row], hidden[0, 0], rtol=1e-5, atol=1e-5)
+                compared += 1
+            begin += length
+    assert compared == sum(max(0, length - step) for length in LENGTHS for step in (1, 2, 3))
+
+
 @pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_recomputation_gives_the_same_bits(shares, recompute):
+    """Two forwards before the backwards, of other documents: nothing of one may be kept where the other finds it."""
     model, deeper = config(shares)
     losses = LossConfig(mtp_num_steps=3)
     results = []
     for granularity in ("none", recompute):
         chunk, engine = ours(model, Reference(deeper, 0), losses, granularity)
-        results.append(run(engine, chunk, batch(model.vocab_size, 0)))
+        packs = batch(model.vocab_size, 0), batch(model.vocab_size, 1, (9, 30))
+        results.append(run(engine, chunk, *packs))
     (plain, gradients, _), (again, repeated, _) = results
     assert plain == again and all(torch.equal(gradients[name], repeated[name]) for name in gradients)
 
@@ -217,6 +293,14 @@ def test_detached_steps_and_a_weight_of_zero_leave_the_trunk_as_it_is_without():
         assert any(gradient.any() for gradient in mtp.values()) == losses.mtp_detach
     _, alone, mtp = trunk(LossConfig(2, train_only="mtp"))
     assert not alone and any(gradient.any() for gradient in mtp.values())
+
+
+def test_a_pack_of_padding_alone_has_losses_and_gradients_of_zero():
+    model, deeper = config(True)
+    chunk, engine = ours(model, Reference(deeper, 0), LossConfig(3))
+    found, gradients, _ = run(engine, chunk, batch(model.vocab_size, 0, ()))
+    assert len(found) == 7 and not any(found.values())
+    assert not any(gradient.any() for gradient in gradients.values())
 
 
 def test_tokens_and_labels_ahead_stay_in_their_document_and_mask():
