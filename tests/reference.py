@@ -68,7 +68,8 @@ def single_groups() -> ParallelGroups:
 
 def single_chunk(config: ModelConfig, recompute: str = "none") -> GLMChunk:
     """The whole model as one chunk, weights uninitialised."""
-    run = RunConfig(config, ParallelConfig(recompute_granularity=recompute), KernelConfig("torch", loss_chunk_size=7))
+    parallel, kernels = ParallelConfig(recompute_granularity=recompute), KernelConfig("torch", loss_chunk_size=7)
+    run = RunConfig(config, parallel=parallel, kernels=kernels)
     stage = Stage(tuple(range(config.num_hidden_layers)), embedding=True, head=True, mtp=True)
     return GLMChunk(run, single_groups(), stage, make_dispatcher(run, single_groups()))
 

@@ -50,7 +50,7 @@ def rehearse(ranks: int, rank: int) -> str:
 
     parallel = ParallelConfig(**LAYOUTS[ranks], **FIXED)
     train = TrainConfig(global_batch_size=256, train_iters=1, bf16=True)
-    config = RunConfig(ModelConfig.from_hf("glm5.2"), parallel, train=train, data=DataConfig(seq_length=32768))
+    config = RunConfig(ModelConfig.from_hf("glm5.2"), parallel=parallel, train=train, data=DataConfig(seq_length=32768))
     imported = time.perf_counter()
     memory = peak_memory()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)

@@ -12,44 +12,20 @@ import time
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from megatron_glm.launch import say, world_size
 
-from . import (
-    CheckpointConfig,
-    DataConfig,
-    IndexerConfig,
-    KernelConfig,
-    LoggingConfig,
-    LossConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PretrainDataConfig,
-    RunConfig,
-    TrainConfig,
-    flag_name,
-    sort_flags,
-)
+from . import DataConfig, ModelConfig, PretrainDataConfig, RunConfig, flag_name, sort_flags
 from .iterations import iteration_folder, start
 from .model import SHAPE_FIELDS
 from .plan_flags import PLAN_FLAGS, add_plan_flags
+from .section import Section, choices_of
 from .source import require_model, require_outside
 
 DataSection = type[DataConfig] | type[PretrainDataConfig]
 
-SECTIONS = {
-    "train": TrainConfig,
-    "losses": LossConfig,
-    "optimizer": OptimizerConfig,
-    "data": DataConfig,
-    "checkpoint": CheckpointConfig,
-    "parallel": ParallelConfig,
-    "kernels": KernelConfig,
-    "indexer": IndexerConfig,
-    "logging": LoggingConfig,
-}
+SECTIONS = {f.name: type(f.default) for f in dataclasses.fields(RunConfig) if isinstance(f.default, Section)}
 
 # Megatron's name of a model field where it has one; the other fields keep their own.
 MEGATRON_NAMES = {
@@ -352,13 +328,12 @@ def _add_flag(group: Any, flag: str, field: dataclasses.Field, hint: Any) -> Non
     default, text = field.default, field.metadata["help"]
     if default is not None and default is not False and default != ():
         text += f" (default: {'true' if default is True else default})"
-    literals = [kind for kind in (hint, *typing.get_args(hint)) if typing.get_origin(kind) is Literal]
     if hint is bool and not default:
         group.add_argument(flag, action="store_true", help=text)
     elif hint is bool:
         group.add_argument(flag, type=_boolean, metavar="{true,false}", help=text)
-    elif literals:
-        group.add_argument(flag, choices=typing.get_args(literals[0]), help=text)
+    elif choices := choices_of(hint):
+        group.add_argument(flag, choices=choices, help=text)
     elif typing.get_origin(hint) is tuple:
         kind = typing.get_args(hint)[0]
         group.add_argument(flag, nargs="+", action=_Tuple, type=kind, metavar=_metavar(kind, "PATH"), help=text)

@@ -22,7 +22,7 @@ class IndexerConfig(Section):
         "served", "attention that teaches it: the mean of all layers that use its selection, or its own layer's"
     )
     dsa_indexer_loss_coeff: float | None = option(
-        None, f"factor of the indexer's loss in the gradient (default: {LOSS_COEFFICIENT})"
+        None, f"factor of the indexer's loss in the gradient (default: {LOSS_COEFFICIENT})", minimum=0
     )
     indexer_loss_rows: Literal["all", "sparse"] = option(
         "all", "rows that teach it: all, or those that see more keys than are selected (with --indexer-training sparse)"
@@ -46,8 +46,6 @@ class IndexerConfig(Section):
 
     def check(self) -> None:
         given, mode = self.dsa_indexer_loss_coeff, self.indexer_training
-        if given is not None and given < 0:
-            raise ValueError(f"--dsa-indexer-loss-coeff is {given}; it must not be negative")
         if mode == "off" and given:
             raise ValueError(f"--dsa-indexer-loss-coeff {given} needs --indexer-training warmup or sparse, not off")
         if mode == "off" and self.indexer_teacher != "served":

@@ -13,16 +13,19 @@ from .training import CheckpointConfig, LoggingConfig, LossConfig, OptimizerConf
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A whole resolved run. `hf_folder` holds the model's config and tokenizer files, None for a preset."""
+    """A whole resolved run. Its sections are the groups of flags, in the order in which --help shows them.
+
+    hf_folder: holds the model's config and tokenizer files; None for a preset.
+    """
 
     model: ModelConfig
-    parallel: ParallelConfig = ParallelConfig()
-    kernels: KernelConfig = KernelConfig()
+    train: TrainConfig = TrainConfig()
+    losses: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     data: DataConfig | PretrainDataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    losses: LossConfig = LossConfig()
-    train: TrainConfig = TrainConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    kernels: KernelConfig = KernelConfig()
     indexer: IndexerConfig = IndexerConfig()
     logging: LoggingConfig = LoggingConfig()
     hf_folder: str | None = None

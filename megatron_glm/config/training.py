@@ -13,8 +13,8 @@ LARGEST_BF16_BETA = 0.98  # a moment at rest then ends within 10 % of where it s
 
 @dataclass(frozen=True)
 class OptimizerConfig(Section):
-    lr: float = option(1e-5, "peak learning rate")
-    min_lr: float = option(0.0, "learning rate at the end of the decay")
+    lr: float = option(1e-5, "peak learning rate", minimum=0)
+    min_lr: float = option(0.0, "learning rate at the end of the decay", minimum=0)
     lr_decay_style: Literal["constant", "linear", "cosine", "WSD"] = option(
         "cosine", "shape of the decay after warm-up; WSD stays at the peak until --lr-wsd-decay-iters are left"
     )
@@ -27,24 +27,21 @@ class OptimizerConfig(Section):
         "exponential", "shape of the decay at the end of WSD"
     )
     lr_wsd_decay_iters: int | None = option(None, "iterations of the decay at the end of WSD")
-    weight_decay: float = option(0.0, "decoupled weight decay of the matrices (norms and biases have none)")
+    weight_decay: float = option(0.0, "decoupled weight decay of the matrices (norms and biases have none)", minimum=0)
     adam_beta1: float = option(0.9, "decay of the first moment")
     adam_beta2: float = option(0.999, "decay of the second moment")
-    adam_eps: float = option(1e-8, "term added to the denominator of Adam's update")
+    adam_eps: float = option(1e-8, "term added to the denominator of Adam's update", minimum=0)
     adam_moments_dtype: Literal["fp32", "bf16"] = option(
         "fp32", "what both moments are kept in; bf16 saves 4 bytes a parameter, its rounding needs betas <= 0.98"
     )
-    clip_grad: float = option(1.0, "largest norm of the whole gradient; 0 = no clipping")
-    moe_router_bias_update_rate: float = option(0.0, "step of the router's correction bias; 0 = frozen")
+    clip_grad: float = option(1.0, "largest norm of the whole gradient; 0 = no clipping", minimum=0)
+    moe_router_bias_update_rate: float = option(0.0, "step of the router's correction bias; 0 = frozen", minimum=0)
 
     def warmup(self, end: int) -> int:
         """Iterations of warm-up where the decay ends with iteration `end`."""
         return self.lr_warmup_iters if self.lr_warmup_fraction is None else round(self.lr_warmup_fraction * end)
 
     def check(self, train_iters: int | None) -> None:
-        for name in ("lr", "min_lr", "weight_decay", "adam_eps", "clip_grad", "moe_router_bias_update_rate"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{flag_name(name)} is {getattr(self, name)}; it must not be negative")
         if not self.adam_eps:
             raise ValueError("--adam-eps is 0.0; it must be above 0: a weight without gradient would become 0/0")
         for name in ("adam_beta1", "adam_beta2"):
@@ -111,21 +108,13 @@ class CheckpointConfig(Section):
 
     def check(self) -> None:
         """Refuses flags that another one is missing for."""
-        for name in ("save_interval", "async_save", "keep_last", "save_retain_interval", "no_save_optim"):
-            if getattr(self, name) and self.save is None:
-                value = getattr(self, name)
-                raise ValueError(f"{flag_name(name)}{'' if value is True else f' {value}'} needs --save")
-        if self.save_retain_interval is not None:
-            if self.save_interval is None:
-                raise ValueError(f"--save-retain-interval {self.save_retain_interval} needs --save-interval")
+        self.require("save", "save_interval", "async_save", "keep_last", "save_retain_interval", "no_save_optim")
+        self.require("save_interval", "save_retain_interval")
+        self.require("load", "finetune", "no_load_optim", "ckpt_step")
+        if self.save_retain_interval is not None and self.save_interval is not None:
             require_multiple("--save-retain-interval", self.save_retain_interval, "--save-interval", self.save_interval)
         if self.load is not None and self.load_hf is not None:
             raise ValueError(f"--load {self.load} and --load-hf {self.load_hf} both set the weights: give one")
-        for name in ("finetune", "no_load_optim"):
-            if getattr(self, name) and self.load is None:
-                raise ValueError(f"{flag_name(name)} needs --load")
-        if self.ckpt_step is not None and self.load is None:
-            raise ValueError(f"--ckpt-step {self.ckpt_step} needs --load")
 
 
 @dataclass(frozen=True)
@@ -137,7 +126,7 @@ class LossConfig(Section):
         minimum=0,
     )
     mtp_loss_scaling_factor: float = option(
-        0.1, "weight of the mean of the MTP losses beside the loss of the next token"
+        0.1, "weight of the mean of the MTP losses beside the loss of the next token", minimum=0
     )
     mtp_detach: bool = option(False, "the MTP losses train the MTP layer alone: not trunk, embedding and head")
     mtp_unshifted_queries: bool = option(
@@ -153,8 +142,6 @@ class LossConfig(Section):
         """Refuses MTP flags that would do nothing, and steps without the one layer that they share."""
         if self.mtp_steps and mtp_layers != 1:
             raise ValueError(f"--mtp-num-steps {self.mtp_steps} needs a model with one MTP layer, it has {mtp_layers}")
-        if not 0 <= self.mtp_loss_scaling_factor:
-            raise ValueError(f"--mtp-loss-scaling-factor is {self.mtp_loss_scaling_factor}; it must not be negative")
         given = [name for name in ("mtp_detach", "mtp_unshifted_queries") if getattr(self, name)]
         given += ["mtp_loss_scaling_factor"] * (self.mtp_loss_scaling_factor != 0.1)
         given += ["train_only"] * (self.train_only is not None)
@@ -247,8 +234,8 @@ class TrainConfig(Section):
             raise ValueError(f"--train-samples ({self.train_samples}) are below one step: {flag} {first_step}")
         if self.on_nan_limit is not None and self.on_nan != "skip":
             raise ValueError(f"--on-nan-limit {self.on_nan_limit} needs --on-nan skip")
-        if self.manual_gc_interval and not self.manual_gc:
-            raise ValueError(f"--manual-gc-interval {self.manual_gc_interval} needs --manual-gc")
+        if self.manual_gc_interval:
+            self.require("manual_gc", "manual_gc_interval")
 
     def _check_rampup(self, packs: int) -> None:
         """`packs`: of one micro-batch on every data-parallel rank."""
@@ -297,8 +284,5 @@ class LoggingConfig(Section):
         for rank in self.profile_ranks if self.profile else ():
             if not 0 <= rank < world_size:
                 raise ValueError(f"--profile-ranks names rank {rank}, the ranks are 0 to {world_size - 1}")
-        if self.log_samples and self.log_file is None:
-            raise ValueError("--log-samples needs --log-file")
-        for name in ("wandb_entity", "wandb_exp_name"):
-            if (value := getattr(self, name)) is not None and self.wandb_project is None:
-                raise ValueError(f"{flag_name(name)} {value} needs --wandb-project")
+        self.require("log_file", "log_samples")
+        self.require("wandb_project", "wandb_entity", "wandb_exp_name")

@@ -32,7 +32,7 @@ KEYS = [
 def made(name: str, groups: ParallelGroups, top_k: int = K) -> Dispatcher:
     """For fp32 rows; a rank has 6 tokens, unless a case says otherwise."""
     model = small_config(n_routed_experts=E, num_experts_per_tok=top_k, hidden_size=D)
-    config = RunConfig(model, ParallelConfig(moe_token_dispatcher_type=name))
+    config = RunConfig(model, parallel=ParallelConfig(moe_token_dispatcher_type=name))
     return make_dispatcher(replace(config, data=replace(config.data, seq_length=6)), groups)
 
 

@@ -181,7 +181,7 @@ def test_the_flag_offers_what_the_table_holds():
 
 def sized(parallel: ParallelConfig, ranks: int, **changes) -> Dispatcher:
     """A dispatcher as a plan makes it: no process, no device."""
-    config = RunConfig(small_config(**changes), parallel)
+    config = RunConfig(small_config(**changes), parallel=parallel)
     config = replace(config, data=replace(config.data, seq_length=64), train=TrainConfig(micro_batch_size=2))
     return make_dispatcher(config, ParallelGroups.of_sizes(Grid.create(parallel, ranks)))
 
@@ -204,7 +204,7 @@ def test_every_dispatcher_says_what_it_sends_and_holds():
 def test_all_layers_of_a_rank_share_one_dispatcher():
     """Of both chunks here, and the MTP layer's: what it allocates is there once."""
     parallel = ParallelConfig(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1)
-    config = RunConfig(small_config(num_nextn_predict_layers=1), parallel, KernelConfig("torch"))
+    config = RunConfig(small_config(num_nextn_predict_layers=1), parallel=parallel, kernels=KernelConfig("torch"))
     groups = ParallelGroups.of_sizes(Grid.create(parallel, 2), rank=1)
     moes = [module for chunk in build_chunks(config, groups) for module in chunk.modules() if isinstance(module, MoE)]
     assert len(moes) == 3 and len({moe.dispatcher for moe in moes}) == 1

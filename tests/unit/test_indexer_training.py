@@ -25,7 +25,7 @@ SPARSE, WARMUP = IndexerConfig("sparse"), IndexerConfig("warmup")
 
 def make_chunk(training: IndexerConfig, recompute: str = "none", config=CONFIG) -> GLMChunk:
     parallel, kernels = ParallelConfig(recompute_granularity=recompute), KernelConfig("torch", loss_chunk_size=16)
-    run = RunConfig(config, parallel, kernels, indexer=training)
+    run = RunConfig(config, parallel=parallel, kernels=kernels, indexer=training)
     stage = Stage(tuple(range(config.num_hidden_layers)), embedding=True, head=True, mtp=True)
     chunk = GLMChunk(run, single_groups(), stage, make_dispatcher(run, single_groups()))
     generator = torch.Generator().manual_seed(0)

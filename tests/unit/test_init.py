@@ -29,7 +29,7 @@ WHOLE = Stage(tuple(range(4)), embedding=True, head=True, mtp=True)
 def rank_chunk(tp, tp_size, ep, ep_size, stage=WHOLE):
     """The chunk of one rank of a layout, built without its other ranks."""
     parallel = ParallelConfig(tensor_model_parallel_size=tp_size, expert_model_parallel_size=ep_size)
-    run = RunConfig(CONFIG, parallel, KernelConfig("torch"))
+    run = RunConfig(CONFIG, parallel=parallel, kernels=KernelConfig("torch"))
     groups = replace(single_groups(), tp=ProcessGroup(tp, tp_size), ep=ProcessGroup(ep, ep_size))
     return GLMChunk(run, groups, stage, make_dispatcher(run, groups))
 

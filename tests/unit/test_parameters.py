@@ -19,7 +19,7 @@ PRESETS = ("glm5", "glm5.1", "glm5.2", "glm5.2-tiny")
 
 
 def chunk_of_first_rank(config: ModelConfig, parallel: ParallelConfig, stage: Stage) -> GLMChunk:
-    run = RunConfig(config, parallel, KernelConfig("torch"))
+    run = RunConfig(config, parallel=parallel, kernels=KernelConfig("torch"))
     ranks = max(parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size)
     groups = ParallelGroups.of_sizes(Grid.create(parallel, ranks))
     with torch.device("meta"):
