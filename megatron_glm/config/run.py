@@ -120,11 +120,6 @@ class RunConfig:
                 "--indexer-training sparse with --attention dense: it learns from the attention to the keys that it "
                 "selects; warmup learns from dense attention"
             )
-        if mode == "sparse" and self.kernels.attention_backend == "tilelang":
-            raise ValueError(
-                "--indexer-training sparse with --attention-backend tilelang, which has no kernels for this loss: "
-                "cudnn and torch have"
-            )
         if self.attends_densely and self.kernels.dense_rows == "off":
             raise ValueError("--dense-rows off with dense attention (--attention dense or --indexer-training warmup)")
         gpu = self.kernels.attention_backend in ("cudnn", "tilelang")

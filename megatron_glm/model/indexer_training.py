@@ -25,6 +25,7 @@ from megatron_glm.ops.indexer_loss import (
     student_log_probs,
     visible_keys,
 )
+from megatron_glm.ops.recompute import keep_product
 from megatron_glm.ops.rows import Rows, put_rows, row_count
 from megatron_glm.parallel.collectives import gather_pack, scatter_sum_rows
 from megatron_glm.parallel.groups import ParallelGroups
@@ -108,7 +109,8 @@ class IndexerTeaching:
         attended = [part._replace(queries=part.queries.detach()) for part in attended]
         kv, to_key = kv.detach(), to_key.detach()
         if self.config.indexer_training == "sparse":
-            teacher = self._selected_teacher(attended, kv, to_key, self._keys(topk, pack))
+            keys = self._keys(topk, pack)
+            teacher = keep_product(lambda: self._selected_teacher(attended, kv, to_key, keys))
             (log_probs,) = student
             return self.weight * selected_kl(log_probs, teacher, self.config.coefficient)
         return self.weight * self._dense_loss(student, attended, kv, to_key, pack)

@@ -62,7 +62,7 @@ def load(backend: str, dense_rows: str = "auto", deterministic: bool = False) ->
         raise ValueError("--deterministic needs --attention-backend tilelang or torch: cuDNN sums gradients by atomics")
     try:
         module = importlib.import_module(f"megatron_glm.ops.{backend}")
-        loss = importlib.import_module("megatron_glm.ops.cudnn_indexer_loss") if backend == "cudnn" else None
+        loss = importlib.import_module("megatron_glm.ops.triton.indexer_loss")
         dense = None if dense_rows == "off" else importlib.import_module("megatron_glm.ops.cudnn_dense")
     except (ImportError, OSError) as error:  # OSError: a shared library that does not load
         raise ValueError(f"--attention-backend {backend}: its packages fail to import: {error}; {_repair()}") from error
@@ -71,9 +71,10 @@ def load(backend: str, dense_rows: str = "auto", deterministic: bool = False) ->
         backward = functools.partial(backward, deterministic=True)
     indexer.BACKENDS[backend] = getattr(module, f"index_topk_{backend}")
     sparse_mla.BACKENDS[backend] = (getattr(module, f"sparse_mla_{backend}"), backward)
-    if loss is not None:
-        functions = loss.attention_mass_cudnn, loss.student_log_probs_cudnn, loss.student_backward_cudnn
-        indexer_loss.BACKENDS[backend] = functions
+    teacher = module.attention_mass_cudnn if backend == "cudnn" else loss.attention_mass_triton
+    student_backward = indexer_loss.student_backward_torch if deterministic else loss.student_backward_triton
+    indexer_loss.BACKENDS[backend] = (teacher, loss.student_log_probs_triton, student_backward)
+    if backend == "cudnn":
         indexer.PLANNED_ON_HOST.add(backend)
     if dense is not None:
         dense_mla.BACKENDS[backend] = (dense.dense_mla_cudnn, dense.dense_mla_backward_cudnn)

@@ -31,6 +31,7 @@ ROW_STEP, WIDTH_STEP = 64, 4096  # shapes are rounded up, so that few kernels ar
 ALIGNED = 8  # columns: rows of scores that begin at 32 bytes
 ELEMENTS = 1 << 31  # the libraries count elements in int32: no tensor of one call reaches this
 LATENT, ROPE = 512, 64
+TEACHER_HEADS = 64  # the kernel takes a multiple of it
 # Of the two wheels one asks for this on SM90, the other does not know it.
 LEGACY = {"use_legacy": True} if "use_legacy" in inspect.signature(flash_mla_sparse_fwd).parameters else {}
 
@@ -319,3 +320,22 @@ def pad_slots(idx: Tensor) -> Tensor:
 def row_chunks(rows: int, heads: int) -> list[slice]:
     step = (ELEMENTS - 1) // (heads * (LATENT + ROPE)) // 1024 * 1024
     return [slice(begin, begin + step) for begin in range(0, rows, step)]
+
+
+# ---- the teacher of the indexer's loss ---------------------------------------------------------------------------
+
+
+def attention_mass_cudnn(q: Tensor, kv: Tensor, idx: Tensor, lse: Tensor, scale: float) -> Tensor:
+    """`ops.indexer_loss.attention_mass`. The kernel normalises the sum over the heads: here it is times h again."""
+    require_bf16(q, kv)
+    heads, slots = q.shape[1], idx.shape[1]
+    padded = -(-heads // TEACHER_HEADS) * TEACHER_HEADS
+    idx, lse = pad_slots(idx), F.pad(lse, (0, padded - heads), value=float("inf"))  # probability 0 in added heads
+    mass = torch.zeros(idx.shape, dtype=torch.float32, device=idx.device)
+    for rows in row_chunks(len(q), padded):
+        given = pad_heads(q[rows], padded), kv, lse[rows], idx[rows]
+        batched = [x.contiguous().unsqueeze(0) for x in given]
+        used = (idx[rows] >= 0).sum(-1, dtype=torch.int32).unsqueeze(0)
+        result = DSA.sparse_attn_score_recompute_wrapper(*batched, softmax_scale=scale, topk_length=used)
+        mass[rows] = result["target"][0]
+    return (mass * heads).masked_fill_(idx < 0, 0.0)[:, :slots].contiguous()

@@ -188,7 +188,7 @@ def test_attention_of_a_layer_that_is_given_its_selection(documents, recompute):
         layer.to(device, dtype).zero_grad()
         pack = PackRows.build(small_config(), documents, 64, device=device)
         hidden = x.detach().to(device, dtype).requires_grad_()
-        out, _ = run_layer(recompute, layer, hidden, pack, topk.to(device))
+        out, *_ = run_layer(recompute, layer, hidden, pack, topk.to(device))
         out.backward(grad.to(device, dtype))
         parameters = [p.grad for p in layer.parameters() if p.requires_grad]
         results.append(

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_glm.config import OptimizerConfig
+from megatron_glm.config.parameters import Parameter
 from megatron_glm.ops.grad_sum import embedding, linear
 from megatron_glm.parallel.linear import replicated
 from megatron_glm.parallel.vocab import Prediction, VocabParallelHead
@@ -31,6 +32,11 @@ def error(value: Tensor, reference: Tensor) -> float:
 def poison() -> None:
     """What is allocated next holds NaN."""
     torch.full((1 << 26,), NAN, device="cuda")
+
+
+def declarations(module: torch.nn.Module) -> dict[str, Parameter]:
+    kinds = {name: "matrix" if p.dim() > 1 else "norm" for name, p in module.named_parameters()}
+    return {name: Parameter(name, (), "attention", kind) for name, kind in kinds.items()}
 
 
 class Uses(torch.nn.Module):
@@ -113,6 +119,7 @@ def test_the_optimizer_steps_as_torchs_and_renews_the_copies():
     masters = dict(module.named_parameters())
     plain = {name: p.detach().clone().requires_grad_() for name, p in masters.items()}
     module.shards = {name: replicated(tuple(p.shape), single_groups().tp) for name, p in masters.items()}
+    module.declared = declarations(module)
     WholeWeights(module, set(), torch.bfloat16, keep=True)
     config = OptimizerConfig(lr=1e-2, weight_decay=0.1, adam_beta2=0.95)
     ours = build_optimizer(config, [module])
@@ -145,6 +152,7 @@ def test_bf16_moments_are_those_of_the_cpu():
     optimizers = {}
     for device, module in modules.items():
         module.shards = {"weight": replicated((333, 700), single_groups().tp)}
+        module.declared = declarations(module)
         optimizers[device] = build_optimizer(config, [module])
     for _ in range(3):
         gradient = torch.randn(333, 700)

@@ -11,7 +11,6 @@ import torch
 from megatron_glm import packages
 from megatron_glm.config import (
     DataConfig,
-    IndexerConfig,
     KernelConfig,
     ModelConfig,
     ParallelConfig,
@@ -152,5 +151,3 @@ def test_dense_attention_has_no_limit_of_the_selection():
     with pytest.raises(ValueError, match="index_n_heads"):
         backends.check("cudnn", model, 1)
     backends.check("cudnn", model, 1, selects=False)
-    with pytest.raises(ValueError, match="--indexer-training sparse with --attention-backend tilelang"):
-        dataclasses.replace(run_config(attention_backend="tilelang"), indexer=IndexerConfig("sparse")).check(1)
