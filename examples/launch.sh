@@ -3,7 +3,8 @@
 #
 # Environment: NNODES, GPUS_PER_NODE, MASTER_ADDR, CHECKPOINT, DATA_PATH, SAVE (their values are shown); SCALE=tiny for
 # the same layout in small on 8 CPU processes, with a random model and data made in TINY_FOLDER; PYTHON.
-# A recipe that sets PROGRAM=pretrain_glm.py first starts from scratch where CHECKPOINT is none.
+# A recipe that sets PROGRAM=pretrain_glm.py first starts from scratch where CHECKPOINT is none. One that also sets
+# AFTER=RECIPE is a stage after that recipe: a new run, iteration 0, from the weights of the last one.
 # Flags of the program on the command line come last and win. --dry-run plans the run and starts nothing.
 # Ranks: torchrun on each node, or this process is one of srun's.
 
@@ -36,7 +37,10 @@ case ${SCALE:=full} in
     NNODES=1 GPUS_PER_NODE=8 MASTER_ADDR=localhost
     CHECKPOINT=$tiny_folder/base SAVE=$tiny_folder/$recipe_name
     DATA_PATH=$tiny_folder/train.jsonl VALID_DATA_PATH=$tiny_folder/valid.jsonl
-    if [ "$program" = pretrain_glm.py ]; then CHECKPOINT=none DATA_PATH=$tiny_folder/library_text_document; fi
+    if [ "$program" = pretrain_glm.py ]; then
+      CHECKPOINT=${AFTER:+$tiny_folder/$AFTER}
+      CHECKPOINT=${CHECKPOINT:-none} DATA_PATH=$tiny_folder/library_text_document
+    fi
     ;;
   *)
     echo "error: SCALE is $SCALE; it is full or tiny" >&2
@@ -113,6 +117,7 @@ holds_checkpoints() {
 # The flags of the run -> `args`: the recipe, what SCALE=tiny changes, the command line.
 collect() {
   local load=(--load "$CHECKPOINT")
+  if [ -n "${AFTER:-}" ]; then load+=(--finetune); fi
   if [ "$CHECKPOINT" = none ] && [ "$program" = pretrain_glm.py ]; then load=(); fi
   if [ "$SCALE" = full ] && holds_checkpoints "$SAVE"; then
     say "SAVE holds a checkpoint: going on from there"
@@ -142,6 +147,10 @@ check_checkpoint() {
   if [ ${#values[@]} = 0 ]; then return; fi # from scratch
   load=${values[0]}
   if [[ ! $load =~ iter_[0-9]{7}/?$ ]] && ! holds_checkpoints "$load"; then
+    if [ -n "${AFTER:-}" ]; then
+      problems+=("$load holds no checkpoint. Run the stage before, examples/$AFTER.sh, or set CHECKPOINT to its SAVE")
+      return
+    fi
     problems+=("$load holds no checkpoint. Set CHECKPOINT to a converted one, or download the model and convert it
   ($HF_MODEL-FP8 is half the size and does too):
     $download

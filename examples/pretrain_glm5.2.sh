@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
 # GLM-5.2 from scratch on Megatron's .bin/.idx files, 4096 tokens a sample, 10^12 in all: 64 nodes of 8 GPUs.
+# The first of three stages: every row attends to all keys before it, because an indexer with random weights would choose
+# random keys. Then pretrain_glm5.2_warmup.sh and pretrain_glm5.2_sparse.sh.
 #   MASTER_ADDR=FIRST_NODE bash examples/pretrain_glm5.2.sh [flags of pretrain_glm.py]     on every node
 #   sbatch examples/slurm/pretrain_glm5.2.sbatch     the same by SLURM
 #   bash examples/pretrain_glm5.2.sh --dry-run       what it needs, without any GPU
@@ -21,7 +23,7 @@ HF_MODEL=zai-org/GLM-5.2
 HF_DATA=HuggingFaceFW/fineweb-edu
 HF_SPLIT='sample/100BT/*.parquet'
 
-MODEL_ARGS=(--hf-config glm5.2 --bf16 --attention-backend cudnn --recompute-granularity full)
+MODEL_ARGS=(--hf-config glm5.2 --bf16 --attention-backend cudnn --attention dense --recompute-granularity full)
 PARALLEL_ARGS=(--tensor-model-parallel-size 1 --context-parallel-size 1 --pipeline-model-parallel-size 8
   --pipeline-model-parallel-layout auto --expert-model-parallel-size 64
   --moe-token-dispatcher-type hybrid --expert-node-size "$GPUS_PER_NODE"

@@ -1,4 +1,4 @@
-"""The pre-training recipe, with the stand-ins of the other recipes' tests."""
+"""The recipes of pre-training, a stage each, with the stand-ins of the other recipes' tests."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ from megatron_glm.training.batch_size import samples_after
 from tests.unit.test_recipes import ROOT, bash, box, checkpoint  # noqa: F401  (box is a fixture)
 
 NAME = "pretrain_glm5.2"
+STAGES = {  # nodes, sequence, packs of a step, steps, sizes of CP and PP, how the indexer trains, learning rates
+    NAME: (64, 4096, 4096, 61700, 1, 8, "off", (2e-4, 2e-5)),
+    f"{NAME}_warmup": (32, 131072, 16, 1000, 16, 4, "warmup", (5e-3, 2e-4)),
+    f"{NAME}_sparse": (64, 131072, 480, 318, 16, 8, "sparse", (1e-5, 0.0)),
+}
+BEFORE = dict(zip([*STAGES][1:], STAGES, strict=False))
 
 
 @pytest.fixture
@@ -29,10 +35,11 @@ def data(box) -> Path:  # noqa: F811
     return box
 
 
-def launched(folder: Path, *flags: str, **environment: str) -> tuple[list[str], RunConfig]:
+def launched(folder: Path, *flags: str, name: str = NAME, **environment: str) -> tuple[list[str], RunConfig]:
     """torchrun's own arguments and the configuration of the ranks that it would have started."""
-    given = {"CHECKPOINT": "", "DATA_PATH": "a", "TINY_FOLDER": str(folder / "tiny")}
-    done = bash(folder, f"{NAME}.sh", *flags, **given | environment)
+    base = "" if name == NAME else str(folder / "base")
+    given = {"CHECKPOINT": base, "DATA_PATH": "a", "TINY_FOLDER": str(folder / "tiny")}
+    done = bash(folder, f"{name}.sh", *flags, **given | environment)
     assert done.returncode == 0, done.stderr
     arguments = (folder / "torchrun.args").read_text().splitlines()
     program = arguments.index(str(ROOT / "pretrain_glm.py"))
@@ -40,19 +47,52 @@ def launched(folder: Path, *flags: str, **environment: str) -> tuple[list[str], 
     return arguments[:program], resolve(flags, PretrainDataConfig)
 
 
-def test_the_recipe_trains_on_a_trillion_tokens_from_scratch(data):
-    torchrun, config = launched(data)
-    assert torchrun[:2] == ["--nnodes", "64"] and torchrun[-2:] == ["--nproc-per-node", "8"]
-    assert config.model == ModelConfig.from_hf("glm5.2") and config.checkpoint.load is None
-    config.check(512)
-    parallel = config.parallel
-    check_layout(parallel, config.model, 512, 4096, config.micro_batches(parallel.data_parallel_size(512)))
-    tokens = samples_after(config.train, config.train.train_iters) * config.data.seq_length
-    assert tokens == pytest.approx(1e12, rel=0.01)
-    plan = Plan.create(config, 512, 8)
-    assert list(report(plan, H100))[-1].startswith("verdict: fits")  # and nothing that fits sends less
-    peak = f"{plan.peak() / GIB:.1f} GiB of 80 at the peak"
-    assert peak in (ROOT / "docs/pretraining.md").read_text()
+@pytest.mark.parametrize("name", STAGES)
+def test_a_stage_has_the_published_settings_and_fits(data, name):
+    nodes, length, packs, steps, cp, pp, indexer, rates = STAGES[name]
+    torchrun, config = launched(data, name=name)
+    assert torchrun[:2] == ["--nnodes", str(nodes)] and torchrun[-2:] == ["--nproc-per-node", "8"]
+    assert config.model == ModelConfig.from_hf("glm5.2")
+    assert config.checkpoint.load == (None if name == NAME else str(data / "base"))
+    assert config.checkpoint.finetune == (name != NAME)  # a stage begins at iteration 0
+    assert (config.indexer.indexer_training, config.attends_densely) == (indexer, indexer != "sparse")
+    assert (config.data.seq_length, config.train.global_batch_size, config.train.train_iters) == (length, packs, steps)
+    assert (config.parallel.context_parallel_size, config.parallel.pipeline_model_parallel_size) == (cp, pp)
+    assert (config.optimizer.lr, config.optimizer.min_lr) == rates
+    plan = Plan.create(config, 8 * nodes, 8)
+    lines = list(report(plan, H100))
+    assert lines[-1].startswith("verdict: fits")  # and nothing that fits sends less
+    row = f"| `{name}.sh` | {nodes} | {length} | {plan.peak() / GIB:.1f} |"
+    assert row in (ROOT / "docs/pretraining.md").read_text()
+
+
+def test_the_stages_train_on_as_many_tokens_as_the_reports(data):
+    def tokens(name: str) -> float:
+        config = launched(data, name=name)[1]
+        return samples_after(config.train, config.train.train_iters) * config.data.seq_length
+
+    assert [tokens(name) for name in STAGES] == pytest.approx([1e12, 2.1e9, 20e9], rel=0.01)
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_a_stage_begins_with_the_weights_of_the_one_before_and_then_goes_on_from_its_own(data, name):
+    before = str(data / "tiny" / BEFORE[name])
+    done = bash(data, f"{name}.sh", DATA_PATH="a", TINY_FOLDER=str(data / "tiny"), SCALE="tiny")
+    assert (
+        done.returncode == 2
+        and f"{before} holds no checkpoint. Run the stage before, examples/{BEFORE[name]}.sh" in (done.stderr)
+    )
+    checkpoint(Path(before), 12)
+    torchrun, tiny = launched(data, name=name, SCALE="tiny")
+    assert torchrun == ["--standalone", "--nproc-per-node", "8"]
+    assert (tiny.checkpoint.load, tiny.checkpoint.finetune) == (before, True)
+    assert tiny.model == ModelConfig.from_hf("glm5.2-tiny") and tiny.selects == name.endswith("sparse")
+    tiny.check(8)
+    grid = check_layout(tiny.parallel, tiny.model, 8, 128, tiny.micro_batches(2))
+    assert grid.pp == grid.cp == 2 and grid.ep == 4
+    checkpoint(data / "save", 40)
+    again = launched(data, name=name)[1].checkpoint
+    assert (again.load, again.finetune) == (str(data / "save"), False)
 
 
 def test_tiny_is_the_same_recipe_on_eight_ranks(data):
@@ -96,7 +136,8 @@ def test_missing_files_are_named_with_the_way_to_make_them(data):
     assert "preprocess_data.py --input 'data/fineweb-edu' --output-prefix c " in done.stderr
 
 
-def test_it_has_its_job():
-    lines = (ROOT / "examples/slurm" / f"{NAME}.sbatch").read_text().splitlines()
-    assert {"#SBATCH --nodes=64", "#SBATCH --gpus-per-node=8", "#SBATCH --requeue"} <= set(lines)
-    assert lines[-1] == f'run_recipe examples/{NAME}.sh "$@"'
+@pytest.mark.parametrize("name", STAGES)
+def test_it_has_its_job(name):
+    lines = (ROOT / "examples/slurm" / f"{name}.sbatch").read_text().splitlines()
+    assert {f"#SBATCH --nodes={STAGES[name][0]}", "#SBATCH --gpus-per-node=8", "#SBATCH --requeue"} <= set(lines)
+    assert lines[-1] == f'run_recipe examples/{name}.sh "$@"'
