@@ -117,6 +117,8 @@ def training_flops(
     mtp, mtp_scores = mtp_flops(seen, lengths, losses.mtp_steps)
     frozen = indexer.indexer_training == "warmup" or losses.train_only is not None
     total = (1 if frozen else 3) * trunk + 3 * mtp + (0 if dense else scores + mtp_scores)
+    if losses.mtp_detaches or losses.train_only == "mtp":  # the head's weight has no gradient of the steps
+        total -= sum(head_flops(config, max(0, n - step)) for n in lengths for step in range(1, 1 + losses.mtp_steps))
     return total + indexer_loss_flops(seen, lengths, indexer)
 
 

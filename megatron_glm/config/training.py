@@ -128,6 +128,11 @@ class LossConfig(Section):
     mtp_loss_scaling_factor: float = option(
         0.1, "weight of the mean of the MTP losses beside the loss of the next token", minimum=0
     )
+    mtp_loss: Literal["ce", "tv"] = option(
+        "ce",
+        "ce: cross entropy of each step; tv: total variation from the next-token prediction there, end to end over the "
+        "steps, so that more drafts are accepted; it trains the MTP layer alone",
+    )
     mtp_detach: bool = option(False, "the MTP losses train the MTP layer alone: not trunk, embedding and head")
     mtp_unshifted_queries: bool = option(
         False, "where MTP steps share the keys of the first, leave their queries at its positions"
@@ -138,11 +143,17 @@ class LossConfig(Section):
     def mtp_steps(self) -> int:
         return self.mtp_num_steps or 0
 
+    @property
+    def mtp_detaches(self) -> bool:
+        """Whether the MTP losses have no gradient in trunk, embedding and head."""
+        return self.mtp_detach or self.mtp_loss == "tv"
+
     def check(self, mtp_layers: int) -> None:
         """Refuses MTP flags that would do nothing, and steps without the one layer that they share."""
         if self.mtp_steps and mtp_layers != 1:
             raise ValueError(f"--mtp-num-steps {self.mtp_steps} needs a model with one MTP layer, it has {mtp_layers}")
         given = [name for name in ("mtp_detach", "mtp_unshifted_queries") if getattr(self, name)]
+        given += ["mtp_loss"] * (self.mtp_loss != "ce")
         given += ["mtp_loss_scaling_factor"] * (self.mtp_loss_scaling_factor != 0.1)
         given += ["train_only"] * (self.train_only is not None)
         if given and not self.mtp_steps:

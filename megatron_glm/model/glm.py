@@ -22,6 +22,7 @@ from megatron_glm.model.router import Router
 from megatron_glm.model.trained import freeze
 from megatron_glm.parallel.collectives import gather_values, sum_over
 from megatron_glm.parallel.dispatch.local import Dispatcher
+from megatron_glm.parallel.draft_head import DraftHead
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.pipeline.carry import Carry, CarryField
 from megatron_glm.parallel.pipeline.layout import Stage
@@ -82,7 +83,10 @@ class GLMChunk(ModelChunk):
             layers |= {str(i): MTPLayer(config, groups, i, dispatcher) for i in model.mtp_layer_ids}
         self.layers = nn.ModuleDict(layers)
         self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps, groups.tp) if stage.head else None
-        self.lm_head = VocabParallelHead(*vocabulary) if stage.head else None
+        self.lm_head = None
+        if stage.head:
+            drafts = config.losses.mtp_loss == "tv"
+            self.lm_head = DraftHead(*vocabulary, groups.cp) if drafts else VocabParallelHead(*vocabulary)
         self.shards = {}
         self.shards = collect_shards(self)
         self.declared = declared(model, {name: info.global_shape for name, info in self.shards.items()})
@@ -145,10 +149,7 @@ class GLMChunk(ModelChunk):
         first = Prediction(main, pack.local(batch.labels), batch.scale("lm"))
         found, best = self.lm_head([first, *steps], self.kernels.loss_chunk_size, best=bool(steps))
         losses = {"lm": found[0]} | {f"mtp_{i}": found[i] for i in range(1, 1 + len(steps))}
-        if best is not None:
-            counts = accepted(best, steps, pack, self.groups)
-            losses |= {f"accepted_{i}": count for i, count in enumerate(counts, 1)}
-        return losses
+        return losses if best is None else losses | accepted(best, batch, self.groups)
 
     def router(self, layer_id: int) -> Router:
         """Of a MoE layer."""

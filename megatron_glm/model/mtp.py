@@ -7,8 +7,6 @@ attend to the keys and the selection of the first, as an engine does that drafts
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -16,7 +14,6 @@ from megatron_glm.config import LossConfig
 from megatron_glm.model.layer import MTPLayer, MTPOutput
 from megatron_glm.model.micro_batch import MicroBatch
 from megatron_glm.model.moe import MoE
-from megatron_glm.model.pack import PackRows
 from megatron_glm.model.recompute import run_layer
 from megatron_glm.parallel.collectives import gather_values
 from megatron_glm.parallel.groups import ParallelGroups
@@ -40,9 +37,9 @@ def predictions(
         recompute: granularity, see `run_layer`.
     """
     found: list[Prediction] = []
-    hidden, topk, latents = main.detach() if losses.mtp_detach else main, None, None
+    hidden, topk, latents = main.detach() if losses.mtp_detaches else main, None, None
     for number, step in enumerate(batch.ahead, 1):
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not losses.mtp_detach):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not losses.mtp_detaches):
             embedded = embed(step.pack.local(step.tokens))
         output: MTPOutput = run_layer(recompute, layer, embedded, hidden, step.pack, topk, latents)
         if isinstance(layer.mlp, MoE) and output.expert_ids is not None:
@@ -52,20 +49,21 @@ def predictions(
             topk, latents = output.topk, output.latents
         weight = losses.mtp_loss_scaling_factor / losses.mtp_steps
         labels = step.pack.local(step.labels)
-        found.append(Prediction(hidden, labels, batch.scale(f"mtp_{number}"), weight, not losses.mtp_detach))
+        found.append(Prediction(hidden, labels, batch.scale(f"mtp_{number}"), weight, not losses.mtp_detaches))
     return found
 
 
-def accepted(best: Tensor, steps: Sequence[Prediction], pack: PackRows, groups: ParallelGroups) -> list[Tensor]:
-    """How many tokens of each step are those that the trunk itself finds most probable there, times the step's scale.
+def accepted(best: Tensor, batch: MicroBatch, groups: ParallelGroups) -> dict[str, Tensor]:
+    """How many tokens of each step are those that the trunk itself finds most probable there, times their scale.
 
     Args:
         best: int64 [1 + steps, t], of the trunk and of each step, the same on every TP rank.
     """
+    pack, found = batch.pack, {}
     trunk = gather_values(best[0][pack.shard], groups.tp_cp)
     trunk = trunk if pack.order is None else trunk[pack.order.gathered]
-    found = []
-    for number, (chosen, step) in enumerate(zip(best[1:], steps, strict=True), 1):
+    for number, (chosen, step) in enumerate(zip(best[1:], batch.ahead, strict=True), 1):
         same = chosen == pack.local(trunk.roll(-number))
-        found.append((same & (step.labels >= 0)).sum() * step.scale)
+        name = f"accepted_{number}"
+        found[name] = (same & (pack.local(step.labels) >= 0)).sum() * batch.scale(name)
     return found

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from megatron_glm.parallel.collectives import PackOrder
+from megatron_glm.parallel.collectives import PackOrder, gather_values
 
 
 def zigzag_ranges(total: int, rank: int, size: int) -> tuple[tuple[int, int], ...]:
@@ -41,3 +42,25 @@ def pack_order(total: int, size: int) -> PackOrder | None:
         return None
     pack = torch.cat([zigzag_rows(total, rank, size) for rank in range(size)])
     return PackOrder(gathered=pack.argsort(), pack=pack)
+
+
+def with_following(rows: Tensor, count: int, cp: ProcessGroup) -> tuple[Tensor, ...]:
+    """Each run of a rank's local rows with the `count` rows that follow it in the pack, zeros behind the pack's end.
+
+    Only the first rows of each chunk are exchanged. Not differentiable.
+
+    Args:
+        rows: [t, ...], as `zigzag_ranges` orders them.
+    Returns:
+        [n + count, ...] of each of these ranges, n rows long.
+    """
+    end = rows.new_zeros(count, *rows.shape[1:])
+    if cp.size() == 1:
+        return (torch.cat([rows, end]),)
+    runs = rows.chunk(2)
+    first = min(count, len(runs[0]))  # of a chunk that is shorter than `count`, all: several of them follow then
+    early, late = gather_values(torch.stack([run[:first] for run in runs])[None], cp).unbind(1)  # [CP, first, ...] each
+    firsts = torch.cat([*early, *late.flip(0), end])  # in the order of the chunks
+    places = cp.rank(), 2 * cp.size() - 1 - cp.rank()
+    following = (firsts[(place + 1) * first :][:count] for place in places)
+    return tuple(torch.cat(pair) for pair in zip(runs, following, strict=True))

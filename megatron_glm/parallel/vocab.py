@@ -97,6 +97,26 @@ class VocabParallelHead(VocabParallel):
         )
         return losses, chosen if best else None
 
+    def whole_lse(self, lse: Tensor) -> Tensor:
+        """Logs of the sums of exp [n] over this rank's columns -> over the whole vocabulary."""
+        if self.tp.size() == 1:
+            return lse
+        largest = lse.clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.tp)
+        return largest + sum_over((lse - largest).exp(), self.tp).log()
+
+    def best(self, logits: Tensor) -> Tensor:
+        """Ids [rows] of the largest logit of each row [v] over all TP ranks; the lowest among equals."""
+        value, column = logits[:, : self.valid].max(dim=-1)
+        token = column + self.first
+        if self.tp.size() == 1:
+            return token
+        largest = value.clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.tp)
+        token = torch.where(value == largest, token, torch.iinfo(torch.int64).max)
+        dist.all_reduce(token, op=dist.ReduceOp.MIN, group=self.tp)
+        return token
+
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits [rows, v] of gathered rows; the columns of padding are -inf."""
         logits = F.linear(hidden, self.weight).float()
@@ -138,7 +158,7 @@ class _CrossEntropy(torch.autograd.Function):
                 rows = slice(i * tokens + begin, i * tokens + end)
                 logits = F.linear(hidden[rows], weight)
                 if best:
-                    chosen[i, begin:end] = _best(head, logits)
+                    chosen[i, begin:end] = head.best(logits)
                 chunk_loss, grad_logits = _chunk(head, logits, prediction.labels[begin:end], prediction)
                 losses[i] += chunk_loss
                 if grad_hidden is not None:
@@ -152,7 +172,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        assert_async((torch.stack(grads[:-1]) == 1).all(), "a factor of the loss goes into the head's Prediction")
+        require_ones(grads[:-1])
         if ctx.addend is not None:
             ctx.total.add(ctx.addend)
         gradients = ctx.gradients
@@ -160,17 +180,9 @@ class _CrossEntropy(torch.autograd.Function):
         return *gradients, None, None, None, None, None, None
 
 
-def _best(head: VocabParallelHead, logits: Tensor) -> Tensor:
-    """Ids [rows] of the largest logit of each row over all TP ranks; the lowest among equals."""
-    value, column = logits[:, : head.valid].max(dim=-1)
-    token = column + head.first
-    if head.tp.size() == 1:
-        return token
-    largest = value.clone()
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=head.tp)
-    token = torch.where(value == largest, token, torch.iinfo(torch.int64).max)
-    dist.all_reduce(token, op=dist.ReduceOp.MIN, group=head.tp)
-    return token
+def require_ones(grads: Sequence[Tensor]) -> None:
+    """Fails where gradients that were made in the forward would have to be scaled."""
+    assert_async((torch.stack(tuple(grads)) == 1).all(), "a factor of the loss goes into the head's Prediction")
 
 
 def _chunk(head: VocabParallelHead, logits: Tensor, labels: Tensor, prediction: Prediction):
@@ -179,11 +191,7 @@ def _chunk(head: VocabParallelHead, logits: Tensor, labels: Tensor, prediction: 
     local = labels - head.first
     column = local.masked_fill(~(counted & (local >= 0) & (local < head.valid)), -1)
     lse, target = row_statistics(logits, column, head.valid)
-    if head.tp.size() > 1:
-        largest = lse.clone()
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=head.tp)
-        lse = largest + sum_over((lse - largest).exp(), head.tp).log()
-        target = sum_over(target, head.tp)
+    lse, target = head.whole_lse(lse), sum_over(target, head.tp)
     loss = (lse - target).masked_fill(~counted, 0.0).sum() * prediction.scale
     scale = prediction.scale * prediction.weight
     return loss, logit_gradient(logits, column, counted, lse, head.valid, scale)

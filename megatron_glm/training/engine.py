@@ -29,17 +29,24 @@ INDEXER = "indexer"  # how far the indexers' choices are from the attention
 def losses_of(config: RunConfig) -> dict[str, Callable[[PackedBatch], int]]:
     """The losses of a step, each with what a pack adds to its count: a loss is a sum divided by the step's count."""
     losses: dict[str, Callable[[PackedBatch], int]] = {LM: lambda batch: batch.loss_tokens}
-    for step in range(1, 1 + config.losses.mtp_steps):  # "accepted" is no loss, but a share of the rows of "mtp"
-        losses |= dict.fromkeys((f"mtp_{step}", f"accepted_{step}"), partial(_labels_from, position=step))
+    steps, tv = config.losses.mtp_steps, config.losses.mtp_loss == "tv"
+    for step in range(1, 1 + steps):  # "accepted" is no loss, but a share of rows
+        losses[f"mtp_{step}"] = partial(_labels_from, position=1 if tv else step, count=steps if tv else 1)
+        losses[f"accepted_{step}"] = partial(_labels_from, position=step)
     if config.indexer.indexer_training != "off":
         fewest = config.model.index_topk if config.indexer.indexer_loss_rows == "sparse" else 0
         losses[INDEXER] = lambda batch: sum(max(0, length - fewest) for length in batch.doc_lengths)
     return losses
 
 
-def _labels_from(batch: PackedBatch, position: int) -> int:
-    """The labels that count at this position of their documents and behind it: those that MTP step `position` meets."""
-    return int((batch.loss_mask & (batch.position_ids >= position)).sum())
+def _labels_from(batch: PackedBatch, position: int, count: int = 1) -> int:
+    """The labels that count, with the `count` - 1 behind each, at this position of their documents and behind it.
+
+    MTP step `position` meets these labels alone, and a chain of `count` steps, of which the first is `position`, these.
+    """
+    last = position + count - 1
+    runs = torch.stack([batch.loss_mask.roll(step) for step in range(count)]).all(0)  # that end at a row
+    return int((runs & (batch.position_ids >= last)).sum())
 
 
 class Engine:

@@ -23,6 +23,7 @@ SHARED, OWN = LossConfig(3, mtp_loss_scaling_factor=0.3), LossConfig(1)
 # multiple of 16), and a pack of padding.
 PACKS = partial(pack, packs=((20, 1, 11), (15, 2, 3, 4, 27, 1, 12), (), (30, 4, 3, 26)))
 DETACHED, ONLY = replace(SHARED, mtp_detach=True), replace(SHARED, train_only="mtp")
+VARIATION = replace(SHARED, mtp_loss="tv")
 GRID = {
     2: {
         "dp2": (SHARED, layout()),
@@ -32,11 +33,15 @@ GRID = {
         "pp2 full recompute": (SHARED, layout(pp=2, **FULL)),
         "pp2 vp2 detached": (DETACHED, layout(pp=2, vp=2)),
         "pp2 only mtp": (ONLY, layout(pp=2)),
+        "cp2 total variation": (VARIATION, layout(cp=2)),
+        "pp2 total variation full recompute": (VARIATION, layout(pp=2, **FULL)),
         "pp2 zero bubble": (OWN, layout(pp=2, **ZERO_BUBBLE)),
     },
     4: {
         "tp2 cp2": (OWN, layout(tp=2, cp=2)),
+        "tp2 cp2 total variation": (VARIATION, layout(tp=2, cp=2)),
         "dp2 pp2": (SHARED, layout(pp=2)),
+        "ep2 pp2 total variation": (VARIATION, layout(ep=2, pp=2)),
         "tp2 pp2": (SHARED, layout(tp=2, pp=2)),
         "cp2 pp2 reduced every time": (OWN, layout(cp=2, pp=2, **EVERY)),
         "ep2 pp2 kept weights": (SHARED, layout(ep=2, pp=2, **KEPT)),

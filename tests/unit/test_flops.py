@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_glm.config import IndexerConfig, ModelConfig
-from megatron_glm.config.flops import attended_keys, causal_keys, forward_flops, training_flops
+from megatron_glm.config import IndexerConfig, LossConfig, ModelConfig
+from megatron_glm.config.flops import attended_keys, causal_keys, forward_flops, head_flops, training_flops
 
 
 def by_rows(config: ModelConfig, lengths: list[int]) -> tuple[int, int]:
@@ -80,3 +80,11 @@ def test_the_indexers_training_costs_what_its_pairs_do():
     assert (
         dense > base and warm < dense and training_flops(config, [], indexer=IndexerConfig("warmup"), dense=True) == 0
     )
+
+
+def test_heads_of_detached_steps_have_no_gradient_of_the_weight():
+    config = ModelConfig.from_hf("glm5.2")
+    whole = training_flops(config, [100, 2], LossConfig(3))
+    less = head_flops(config, 99 + 98 + 97 + 1)
+    for losses in (LossConfig(3, mtp_loss="tv"), LossConfig(3, mtp_detach=True)):
+        assert training_flops(config, [100, 2], losses) == whole - less

@@ -285,12 +285,13 @@ def test_detached_steps_and_a_weight_of_zero_leave_the_trunk_as_it_is_without():
 
     plain, expected, none = trunk(LossConfig())
     assert list(plain) == ["lm"] and not none
-    for losses in (LossConfig(3, mtp_detach=True), LossConfig(3, mtp_loss_scaling_factor=0.0)):
+    detached = LossConfig(3, mtp_detach=True), LossConfig(3, mtp_loss="tv")
+    for losses in (*detached, LossConfig(3, mtp_loss_scaling_factor=0.0)):
         found, gradients, mtp = trunk(losses)
         assert found["lm"] == plain["lm"] and found["mtp_3"] > 0 and mtp
         assert gradients.keys() == expected.keys()
         assert all(torch.equal(gradients[name], expected[name]) for name in expected)
-        assert any(gradient.any() for gradient in mtp.values()) == losses.mtp_detach
+        assert any(gradient.any() for gradient in mtp.values()) == (losses in detached)
     _, alone, mtp = trunk(LossConfig(2, train_only="mtp"))
     assert not alone and any(gradient.any() for gradient in mtp.values())
 
@@ -327,6 +328,7 @@ def test_tokens_and_labels_ahead_stay_in_their_document_and_mask():
 def test_flags_that_do_nothing_are_refused():
     for losses, words in (
         (LossConfig(mtp_num_steps=2), "needs a model with one MTP layer, it has 0"),
+        (LossConfig(mtp_loss="tv"), "--mtp-loss needs --mtp-num-steps above 0"),
         (LossConfig(mtp_detach=True), "--mtp-detach needs --mtp-num-steps above 0"),
         (LossConfig(train_only="mtp"), "--train-only needs --mtp-num-steps above 0"),
         (LossConfig(mtp_loss_scaling_factor=0.3), "--mtp-loss-scaling-factor needs --mtp-num-steps above 0"),
