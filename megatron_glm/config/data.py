@@ -30,10 +30,8 @@ def parse_split(split: str) -> list[float]:
         raise ValueError(f"--split {split} is not of numbers, such as 969,30,1") from error
     if not 1 <= len(shares) <= len(PARTS) or min(shares) < 0 or not 0 < sum(shares) < math.inf:
         raise ValueError(f"--split {split} must be one to three finite numbers from 0 on, not all of them 0")
-    ends, total = (
-        [0.0],
-        functools.reduce(operator.add, shares),
-    )  # in this order in every Python; 3.12's sum() rounds less
+    total = functools.reduce(operator.add, shares)  # in this order in every Python; 3.12's sum() rounds less
+    ends = [0.0]
     for share in shares + [0.0] * (len(PARTS) - len(shares)):
         ends.append(ends[-1] + share / total)
     return ends

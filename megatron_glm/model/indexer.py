@@ -23,11 +23,8 @@ class Indexer(nn.Module):
 
     def __init__(self, config: ModelConfig, tp: ProcessGroup, tp_cp: ProcessGroup, backend: str) -> None:
         super().__init__()
-        self.n_heads, self.head_dim, self.rope_dim = (
-            config.index_n_heads,
-            config.index_head_dim,
-            config.qk_rope_head_dim,
-        )
+        self.n_heads, self.head_dim = config.index_n_heads, config.index_head_dim
+        self.rope_dim = config.qk_rope_head_dim
         self.tp, self.tp_cp, self.backend = tp, tp_cp, backend
         self.wq_b = ReplicatedLinear(config.q_lora_rank, self.n_heads * self.head_dim, tp)
         self.wk = ReplicatedLinear(config.hidden_size, self.head_dim, tp)

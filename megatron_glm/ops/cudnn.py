@@ -20,9 +20,8 @@ from megatron_glm.ops.indexer import key_segments
 from megatron_glm.ops.upload import upload
 
 SCORE_BYTES = 1 << 30  # fp32 scores of one call; large, because a call of few rows leaves processors idle
-SCRATCH_BYTES = (
-    135 << 22
-)  # of the top-k kernel, two int32 words a score, so that it runs on a part of the rows at a time
+# Of the top-k kernel, two int32 words a score, so that it runs on a part of the rows at a time
+SCRATCH_BYTES = 135 << 22
 # Rows of one launch a processor, where there are more than one launch takes: so many keep all processors busy to the
 # end. A thread block of the score kernel serves 128 / heads rows and a processor has two or more; four of the top-k
 # kernel, of one row each, fill a processor.

@@ -126,11 +126,7 @@ class Saver:
             error = None
             try:
                 rectangles = self.host_copy.take(rectangles)
-            except (
-                OSError,
-                RuntimeError,
-                MemoryError,
-            ) as caught:  # the other ranks wait for this part
+            except (OSError, RuntimeError, MemoryError) as caught:  # the other ranks wait for this part
                 error = caught
             self.pending = self.thread.submit(self._write, progress.iteration, rectangles, state, error)
         else:
@@ -161,10 +157,8 @@ class Saver:
         sharded.together(group, lambda: refuse_not_finite(rectangles, error))
         sharded.save(self.folder, iteration, rectangles, state, config.model, self.hf_files, group)
         log(f"saved iteration {iteration} to {self.folder}")
-        if self.hf_files is not None:
-            self.hf_files = (
-                iterations.iteration_folder(self.folder, iteration) / "hf"
-            )  # where it came from may be removed
+        if self.hf_files is not None:  # where it came from may be removed
+            self.hf_files = iterations.iteration_folder(self.folder, iteration) / "hf"
         if (keep := config.checkpoint.kept) is not None:
             retain = config.checkpoint.save_retain_interval
             try:
@@ -241,12 +235,11 @@ def load_checkpoint(
     if config.checkpoint.load is None:
         return Progress()
     folder, iteration = iterations.start(config.checkpoint.load, config.checkpoint.ckpt_step)
-    rectangles, progress = model_rectangles(chunks), Progress()
-    what = "weights only"
-    if optimizer is not None and (resumed := start_of_run(config)).iteration > 0:
+    rectangles, what = model_rectangles(chunks), "weights only"
+    state = None if optimizer is None else resumed_state(config)
+    if optimizer is not None and state is not None:
         assert data is not None
         require_same_order(config, data)
-        state, progress = run_state(folder, iteration), resumed
         if not config.checkpoint.no_load_optim:
             what = "weights and optimizer"
             was, now = state.get("adam_moments_dtype", "fp32"), config.optimizer.adam_moments_dtype
@@ -257,31 +250,39 @@ def load_checkpoint(
     log(f"loading iteration {iteration} of {folder}")
     sharded.load(folder, iteration, rectangles, groups.checkpoint)
     log(f"loaded iteration {iteration} of {folder} ({what})")
-    return progress
+    return Progress() if optimizer is None else start_of_run(config)
 
 
 def require_same_order(config: RunConfig, data: MicroBatches) -> None:
     """Raises ValueError where --load would be resumed with other data, or with the same in another order."""
-    if config.checkpoint.load is None or start_of_run(config).iteration == 0:
+    if (state := resumed_state(config)) is None:
         return
-    folder, iteration = iterations.start(config.checkpoint.load, config.checkpoint.ckpt_step)
-    state = run_state(folder, iteration)
     for name, value in data_order(config, data).items():
         if (was := state.get(name)) != value:
             what = "on other data: its fingerprint is" if name == "data" else f"with {flag_name(name)}"
             raise ValueError(
-                f"{folder} was trained {what} {was}, this run has {value}; --finetune starts a new run from its weights"
+                f"{config.checkpoint.load} was trained {what} {was}, this run has {value}; --finetune starts a new "
+                "run from its weights"
             )
 
 
 def start_of_run(config: RunConfig) -> Progress:
-    """Where training begins: at the checkpoint of --load, or anew. Raises ValueError if that is damaged."""
+    """Where training begins: at the checkpoint of --load, or anew. Raises what `resumed_state` raises."""
+    state = resumed_state(config)
+    return Progress() if state is None else Progress(state["iteration"], state["consumed_samples"], state["run_id"])
+
+
+def resumed_state(config: RunConfig) -> dict[str, Any] | None:
+    """The state of the run that --load goes on with; None if training begins anew.
+
+    Raises: ValueError if it is damaged, or its optimizer is not there or of another kind of run.
+    """
     section = config.checkpoint
     if section.load is None or section.finetune:
-        return Progress()
+        return None
     folder, iteration = iterations.start(section.load, section.ckpt_step)
     if iteration == 0:
-        return Progress()
+        return None
     state = run_state(folder, iteration)
     if state.get("no_save_optim") and not section.no_load_optim:
         raise ValueError(
@@ -296,7 +297,7 @@ def start_of_run(config: RunConfig) -> Progress:
             f"{config.indexer.indexer_training}, --mtp-num-steps {config.losses.mtp_steps}): --finetune starts a new "
             "run from its weights, --no-load-optim goes on with a fresh optimizer"
         )
-    return Progress(iteration, state["consumed_samples"], state["run_id"])
+    return state
 
 
 def run_state(folder: Path, iteration: int) -> dict[str, Any]:
@@ -308,7 +309,7 @@ def run_state(folder: Path, iteration: int) -> dict[str, Any]:
     for name, kind in {"consumed_samples": int, "run_id": str, "optimizer_steps": int}.items():
         if not isinstance(value := state.get(name), kind):
             raise ValueError(f"{named / 'state.json'} is damaged: its {name} is {value!r}, no {kind.__name__}")
-    return state
+    return state | {"iteration": iteration}
 
 
 def check_hf_files(config: RunConfig) -> None:
