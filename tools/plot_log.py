@@ -28,13 +28,15 @@ COLUMNS = 1000  # points of a line: of a longer run, each is the mean of its sha
 PANELS = (  # title, key of a record, scale
     ("lm loss", "lm_loss", 1.0),
     ("indexer loss", "indexer_loss", 1.0),
+    ("indexer recall", "indexer_recall", 1.0),
     ("gradient norm", "grad_norm", 1.0),
     ("learning rate", "learning_rate", 1.0),
     ("tokens/s of a GPU", "tokens_per_second_per_gpu", 1.0),
     ("peak memory of the fullest rank, GiB", "peak_memory_bytes", 2**-30),
 )
 FROM_ZERO = ("learning_rate", "tokens_per_second_per_gpu", "peak_memory_bytes")
-SMOOTHED = ("lm_loss", "indexer_loss", "grad_norm", "tokens_per_second_per_gpu")
+WHERE_GIVEN = ("indexer_loss", "indexer_recall")
+SMOOTHED = ("lm_loss", *WHERE_GIVEN, "grad_norm", "tokens_per_second_per_gpu")
 
 Points = list[tuple[float, float]]  # (iteration, value)
 
@@ -115,7 +117,7 @@ def draw(runs: dict[str, list[dict[str, Any]]], target: Path, smooth: int = 1) -
     style |= {"grid.color": "0.9", "axes.axisbelow": True, "axes.titleweight": "bold", "axes.titlelocation": "left"}
     with pyplot.rc_context(style):
         given = {key for records in runs.values() for record in records for key in record}
-        panels = [panel for panel in PANELS if panel[1] != "indexer_loss" or panel[1] in given]
+        panels = [panel for panel in PANELS if panel[1] not in WHERE_GIVEN or panel[1] in given]
         columns = len(panels) // 2 + 1  # one place is left for the names of the runs
         figure, axes = pyplot.subplots(2, columns, figsize=(5 * columns, 6.5), sharex=True, layout="constrained")
         for axis, (title, key, scale) in zip(axes.flat, panels, strict=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -104,7 +105,7 @@ class GLMChunk(ModelChunk):
             last chunk's hidden states are those before the final norm, and cut from the graph: the loss has it.
             The losses by name, fp32 scalars, each a SUM times its scale: "lm" of the token losses, in the last chunk,
             and "mtp_k" of MTP step k, with "accepted_k", the number of its tokens that the trunk would choose, too;
-            "indexer" of the rows' losses, where a layer teaches an indexer.
+            "indexer" of the rows' losses, where a layer teaches an indexer, and in warm-up "recall".
         """
         pack = batch.pack
         if self.begins and self.embed_tokens is not None:
@@ -113,16 +114,16 @@ class GLMChunk(ModelChunk):
             hidden = carry["hidden"]
         topk = gather_values(carry["topk"], self.groups.tp) if "topk" in carry else None
         student = tuple(carry[name] for name in self.student_names if name in carry)
-        losses, of_indexers = {}, []
+        losses, of_layers = {}, defaultdict[str, list[Tensor]](list)
         for layer_id in self.layer_ids:
             layer = self.layers[str(layer_id)]
-            hidden, topk, expert_ids, student, taught = run_layer(self.recompute, layer, hidden, pack, topk, student)
+            hidden, topk, expert_ids, student, added = run_layer(self.recompute, layer, hidden, pack, topk, student)
             if expert_ids is not None:
                 self.router(layer_id).count(expert_ids)
-            if taught is not None:
-                of_indexers.append(taught)
-        if of_indexers:
-            losses["indexer"] = self._over_tp(torch.stack(of_indexers).sum() * batch.scale("indexer"))
+            for name, value in added.items():
+                of_layers[name].append(value)
+        for name, values in of_layers.items():
+            losses[name] = self._over_tp(torch.stack(values).sum() * batch.scale(name))
         if self.lm_head is not None and batch.labels is not None:
             losses |= self._predict(hidden, batch)
         if self.lm_head is not None:

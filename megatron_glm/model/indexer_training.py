@@ -32,6 +32,7 @@ from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.pipeline.carry import CarryField
 
 Student = tuple[Tensor, ...]  # the tensors of `student_fields`; empty where nothing is trained
+Losses = dict[str, Tensor]  # fp32 scalars by name
 ROWS = 4096  # whose queries are taken into the latent space at a time
 
 
@@ -92,7 +93,7 @@ class IndexerTeaching:
             return iq, shard_key, w
         return (student_log_probs(iq, ik, w, self._keys(topk, pack)[pack.shard], self.backend),)
 
-    def loss(
+    def losses(
         self,
         student: Student,
         attended: list[Attended],
@@ -100,8 +101,10 @@ class IndexerTeaching:
         to_key: Tensor,
         topk: Tensor | None,
         pack: PackRows,
-    ) -> Tensor:
-        """This layer's share of the loss: the sum over the rows of the sequence shard, fp32 scalar.
+    ) -> Losses:
+        """What this layer adds to the loss "indexer" and, in warm-up, to "recall": sums over the rows of the shard.
+
+        Recall is a number without gradient, see `ops.indexer_loss.recalled`.
 
         Args:
             kv: [T, C+R] latents; to_key: [h, N, C], that takes a query's first N dims into the latent space.
@@ -112,8 +115,9 @@ class IndexerTeaching:
             keys = self._keys(topk, pack)
             teacher = keep_product(lambda: self._selected_teacher(attended, kv, to_key, keys))
             (log_probs,) = student
-            return self.weight * selected_kl(log_probs, teacher, self.config.coefficient)
-        return self.weight * self._dense_loss(student, attended, kv, to_key, pack)
+            return {"indexer": self.weight * selected_kl(log_probs, teacher, self.config.coefficient)}
+        loss, recall = self._dense_loss(student, attended, kv, to_key, pack)
+        return {"indexer": self.weight * loss, "recall": self.weight * recall}
 
     def _keys(self, topk: Tensor | None, pack: PackRows) -> Tensor:
         """[t, K] int32: the keys over which each local row teaches, -1 in unused slots.
@@ -142,7 +146,7 @@ class IndexerTeaching:
 
     def _dense_loss(
         self, student: Student, attended: list[Attended], kv: Tensor, to_key: Tensor, pack: PackRows
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         (iq, shard_key, w), tp = student, self.groups.tp
         ik = gather_pack(shard_key, self.groups.tp_cp, pack.order)
         queries, lse = _all_rows(attended, len(pack.start))
@@ -159,7 +163,7 @@ class IndexerTeaching:
             return scatter_sum_rows(mass, tp) / self.heads
 
         start, end = pack.start[pack.shard], pack.end[pack.shard]
-        return dense_kl(iq, ik, w, start, end, pack.chunks, teacher, self.config.coefficient)
+        return dense_kl(iq, ik, w, start, end, pack.chunks, teacher, self.config.coefficient, pack.slots)
 
     def _absorb(self, queries: Tensor, to_key: Tensor) -> Tensor:
         """[n, h, N+R], rotated -> [n, h, C+R]."""

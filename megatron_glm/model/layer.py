@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_glm.config import RunConfig
-from megatron_glm.model.indexer_training import Student
+from megatron_glm.model.indexer_training import Losses, Student
 from megatron_glm.model.mla import MLA
 from megatron_glm.model.mlp import MLP
 from megatron_glm.model.moe import MoE
@@ -24,7 +24,7 @@ class LayerOutput(NamedTuple):
     topk: Tensor | None  # [t, K] int32: the selection in force after the layer
     expert_ids: Tensor | None  # [t/TP, K] int64 in a MoE layer
     student: Student  # of the indexer whose selection is in force; empty where none is trained
-    indexer_loss: Tensor | None  # fp32 scalar, this layer's share of a sum over the rows of the sequence shard
+    losses: Losses  # what this layer adds to losses by name: sums over the rows of the sequence shard
 
 
 class DecoderLayer(nn.Module):
@@ -50,12 +50,12 @@ class DecoderLayer(nn.Module):
     ) -> tuple[LayerOutput, Tensor]:
         """The layer, and the latents that it has attended to: see `MLA.forward`."""
         normed = self.input_layernorm(x)
-        attended, topk, student, loss, seen = self.self_attn(normed, pack, topk, student, latents)
+        attended, topk, student, losses, seen = self.self_attn(normed, pack, topk, student, latents)
         x, normed = self.post_attention_layernorm.add(x, attended)
         if isinstance(self.mlp, MoE):
             out, expert_ids = self.mlp(normed, pack)
-            return LayerOutput(x + out, topk, expert_ids, student, loss), seen
-        return LayerOutput(x + self.mlp(normed), topk, None, student, loss), seen
+            return LayerOutput(x + out, topk, expert_ids, student, losses), seen
+        return LayerOutput(x + self.mlp(normed), topk, None, student, losses), seen
 
 
 class MTPOutput(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron_glm.config import RunConfig
 from megatron_glm.model.indexer import Indexer
-from megatron_glm.model.indexer_training import Attended, IndexerTeaching, Student
+from megatron_glm.model.indexer_training import Attended, IndexerTeaching, Losses, Student
 from megatron_glm.model.norm import RMSNorm
 from megatron_glm.model.pack import PackRows
 from megatron_glm.ops.dense_mla import dense_mla
@@ -60,7 +60,7 @@ class MLA(nn.Module):
         topk: Tensor | None,
         student: Student = (),
         latents: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None, Student, Tensor | None, Tensor]:
+    ) -> tuple[Tensor, Tensor | None, Student, Losses, Tensor]:
         """Attend.
 
         Args:
@@ -69,8 +69,8 @@ class MLA(nn.Module):
             student: of the same layer, see `indexer_training`; empty where no indexer is trained.
             latents: [T, C+R] of an earlier call, to attend to with its selection `topk`; None: those of x.
         Returns:
-            [t/TP, D], where rows of padding are zero; selection and student in force after this layer; its share of the
-            indexer's loss, if it teaches; and the latents.
+            [t/TP, D], where rows of padding are zero; selection and student in force after this layer; what it adds
+            to the losses of `IndexerTeaching.losses`, if it teaches; and the latents.
         """
         cp_without_tp = self.groups.cp.size() > 1 and self.groups.tp.size() == 1  # q communicates under TP
         kv = None if latents is not None else beside(cp_without_tp, lambda x: self._latents(x, pack), x)
@@ -84,12 +84,12 @@ class MLA(nn.Module):
         if kv is not None:
             latents = kv()
         assert latents is not None
-        loss = None
+        losses = {}
         out, attended = self.attend(q, latents, topk, pack)
         if teaching is not None and teaching.weight:
             to_key, _ = self._absorbed_weights()
-            loss = teaching.loss(student, attended, latents, to_key, topk, pack)
-        return self.o_proj(out.flatten(1)), topk, student, loss, latents
+            losses = teaching.losses(student, attended, latents, to_key, topk, pack)
+        return self.o_proj(out.flatten(1)), topk, student, losses, latents
 
     def _choose(
         self, indexer: Indexer, teaching: IndexerTeaching, x: Tensor, qr: Tensor, pack: PackRows

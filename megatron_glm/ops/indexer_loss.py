@@ -173,8 +173,9 @@ def dense_kl(
     chunks: Sequence[Chunk],
     teacher: Callable[[Chunk], Tensor],
     coefficient: float,
-) -> Tensor:
-    """Sum of the KL over rows of all keys that they see, differentiable in iq, ik and w -> fp32 scalar.
+    slots: int,
+) -> tuple[Tensor, Tensor]:
+    """Sums over the rows of the KL over all keys that they see, differentiable in iq, ik and w, and of `recalled`.
 
     Value and gradients are computed together, chunk by chunk. The gradient, and not the value, has the coefficient.
 
@@ -182,33 +183,54 @@ def dense_kl(
         iq: [n, Hi, Di]; ik: [T, Di]; w: [n, Hi] fp32; start, end: [n] int32, the keys that a row sees.
         chunks: see `key_chunks`.
         teacher: gives p [rows, keys] fp32 of a chunk, 0 where a row does not see a key. It may communicate.
+        slots: K, the keys that a row will select.
+    Returns:
+        two fp32 scalars.
     """
-    return _DenseKL.apply(iq, ik, w, start, end, chunks, teacher, coefficient)
+    return _DenseKL.apply(iq, ik, w, start, end, chunks, teacher, coefficient, slots)
+
+
+def recalled(p: Tensor, scores: Tensor, seen: Tensor, slots: int) -> Tensor:
+    """How much of the attention a selection would keep: p on the keys of the highest scores, over p on its own highest.
+
+    Args:
+        p: [n, u] fp32; scores: [n, u], -inf where a row does not see a key; seen: [n], keys that a row sees.
+        slots: K, keys that are selected.
+    Returns:
+        fp32 scalar: the sum over the rows that see more than K keys of these shares, each from 0 to 1.
+    """
+    if p.shape[1] <= slots:
+        return torch.zeros((), device=p.device)
+    kept = p.gather(1, scores.topk(slots, sorted=False).indices).sum(1)
+    most = p.topk(slots, sorted=False).values.sum(1)
+    return torch.where(seen > slots, kept / most, 0.0).sum()
 
 
 class _DenseKL(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, iq, ik, w, start, end, chunks, teacher, coefficient):
-        loss = torch.zeros((), device=iq.device)
+    def forward(ctx, iq, ik, w, start, end, chunks, teacher, coefficient, slots):
+        loss, recall = torch.zeros((), device=iq.device), torch.zeros((), device=iq.device)
         grads = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (iq, ik, w)]
         for chunk in chunks:
             rows, keys = slice(*chunk[:2]), slice(*chunk[2:])
             p, visible = teacher(chunk), visible_keys(start[rows], end[rows], keys)
             scores = _dense_scores(iq[rows], ik[keys], w[rows]).masked_fill_(~visible, float("-inf"))
+            recall += recalled(p, scores, end[rows] - start[rows], slots)
             log_probs = scores.log_softmax(-1).masked_fill_(~visible, 0.0)
             loss += (torch.special.xlogy(p, p) - p * log_probs).sum()
             grad_scores = log_probs.exp_().masked_fill_(~visible, 0.0).mul_(p.sum(-1, keepdim=True)).sub_(p)
             _add_dense_gradients(grads, rows, keys, grad_scores, iq, ik, w)
         ctx.gradients = [grad.to(x.dtype) for grad, x in zip(grads, (iq, ik, w), strict=True)]
         ctx.coefficient = coefficient
-        return loss
+        ctx.mark_non_differentiable(recall)
+        return loss, recall
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, grad: Tensor, _: Tensor):
         factor = ctx.coefficient * grad
         gradients = [x * factor.to(x.dtype) for x in ctx.gradients]
         del ctx.gradients
-        return *gradients, None, None, None, None, None
+        return *gradients, None, None, None, None, None, None
 
 
 def visible_keys(start: Tensor, end: Tensor, keys: slice) -> Tensor:

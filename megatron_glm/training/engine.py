@@ -24,6 +24,7 @@ from megatron_glm.training.initialize import current_device, pipeline_layout
 
 LM = "lm"  # the cross entropy of the next token
 INDEXER = "indexer"  # how far the indexers' choices are from the attention
+RECALL = "recall"  # how much of the attention the indexers' choices would keep
 
 
 def losses_of(config: RunConfig) -> dict[str, Callable[[PackedBatch], int]]:
@@ -36,7 +37,15 @@ def losses_of(config: RunConfig) -> dict[str, Callable[[PackedBatch], int]]:
     if config.indexer.indexer_training != "off":
         fewest = config.model.index_topk if config.indexer.indexer_loss_rows == "sparse" else 0
         losses[INDEXER] = lambda batch: sum(max(0, length - fewest) for length in batch.doc_lengths)
+    if config.indexer.indexer_training == "warmup":  # a share, too: of the rows that will select, for each indexer
+        indexers = sum(map(config.model.has_indexer, range(config.model.num_hidden_layers)))
+        losses[RECALL] = partial(_selecting_rows, topk=config.model.index_topk, indexers=indexers)
     return losses
+
+
+def _selecting_rows(batch: PackedBatch, topk: int, indexers: int) -> int:
+    """The rows that see more keys than are selected, times the number of indexers."""
+    return indexers * sum(max(0, length - topk) for length in batch.doc_lengths)
 
 
 def _labels_from(batch: PackedBatch, position: int, count: int = 1) -> int:

@@ -150,11 +150,12 @@ class IterationLog:
 
 
 def _means(steps: Sequence[dict[str, Any]]) -> str:
-    """The losses of these iterations' records, each the mean over them."""
-    losses = [name for name in ("lm_loss", "indexer_loss") if name in steps[-1]]
-    return "".join(
-        f" {name.replace('_', ' ')}: {sum(step[name] for step in steps) / len(steps):.6E} |" for name in losses
-    )
+    """The losses of these iterations' records, and what is like them, each the mean over those that have it."""
+    text = ""
+    for name in ("lm_loss", "indexer_loss", "indexer_recall"):
+        if values := [step[name] for step in steps if name in step]:
+            text += f" {name.replace('_', ' ')}: {sum(values) / len(values):.6E} |"
+    return text
 
 
 def _mtp(record: dict[str, Any]) -> str:

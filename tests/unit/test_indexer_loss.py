@@ -46,6 +46,20 @@ def brute_force(mask: Tensor) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
     return loss.detach(), list(torch.autograd.grad(loss, leaves)), teacher, attention.logsumexp(-1)
 
 
+def brute_force_recall() -> float:
+    """Row by row: the attention on the K keys of the highest scores, over that on its own highest."""
+    iq, ik, w, *_ = (x.double() for x in inputs())
+    mask, total = visible_mask(), 0.0
+    scores = torch.einsum("th,thu->tu", w, torch.relu(torch.einsum("thd,ud->thu", iq, ik)))
+    for row, p in enumerate(brute_force(mask)[2].detach()):
+        keys = mask[row].nonzero().flatten().tolist()
+        if len(keys) > K:
+            chosen = sorted(keys, key=lambda u: -scores[row, u])[:K]
+            total += (p[chosen].sum() / p.sort(descending=True).values[:K].sum()).item()
+    assert 2 < total < 7  # of seven rows
+    return total
+
+
 def selection() -> tuple[Tensor, Tensor]:
     """Indices [T, K] ascending with -1 at the tail, and the mask [T, T] of the same keys."""
     chosen = torch.full((T, K), -1, dtype=torch.int32)
@@ -85,7 +99,8 @@ def dense_loss(coefficient: float = 1.0, parts: int = 1) -> tuple[Tensor, list[T
 
     chunks = key_chunks(start.long()[None], end.long()[None])
     assert len(chunks) >= parts
-    loss = dense_kl(*leaves, start, end, chunks, teacher, coefficient)
+    loss, recall = dense_kl(*leaves, start, end, chunks, teacher, coefficient, K)
+    assert not recall.requires_grad and recall.item() == pytest.approx(brute_force_recall(), rel=1e-6)
     return loss.detach(), list(torch.autograd.grad(loss, leaves))
 
 
@@ -155,8 +170,8 @@ def test_rows_without_any_key_are_nothing():
     assert loss == 0 and not any(g.any() for g in torch.autograd.grad(loss, leaves))
     empty = torch.zeros(3, dtype=torch.int32)
     assert key_chunks(empty.long()[None], empty.long()[None]) == []
-    loss = dense_kl(*leaves, empty, empty, [], lambda chunk: torch.empty(0), 1.0)
-    assert loss == 0 and not any(g.any() for g in torch.autograd.grad(loss, leaves))
+    loss, recall = dense_kl(*leaves, empty, empty, [], lambda chunk: torch.empty(0), 1.0, K)
+    assert loss == recall == 0 and not any(g.any() for g in torch.autograd.grad(loss, leaves))
 
 
 def test_chunks_of_128k_rows_stay_within_their_bytes():

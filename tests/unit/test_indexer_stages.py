@@ -52,6 +52,8 @@ def test_three_stages(capsys):
     assert all("indexer_loss" not in line for line in json_log("dense.jsonl"))
     for log in ("warm.jsonl", "sparse.jsonl"):
         assert all(line["indexer_loss"] > 0 and line["lm_loss"] > 0 for line in json_log(log))
+    assert all(0 < line["indexer_recall"] < 1 for line in json_log("warm.jsonl")) and "indexer recall: " in out
+    assert all("indexer_recall" not in line for line in json_log("sparse.jsonl"))
     assert set(json_log("warm.jsonl")[-1]["grad_norms"]) == {"indexer"}
     pretrain(preset=None, load="sparse", train_iters=3, indexer_training="sparse", save="sparse", **off)  # goes on
     assert json.loads(Path("sparse/iter_0000003/state.json").read_text())["never_trained"] == ["mtp", "mtp indexer"]
