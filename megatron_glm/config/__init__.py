@@ -6,6 +6,7 @@ names the flags and both numbers. Nothing here imports torch, so that `--help` a
 """
 
 from .data import DataConfig, PretrainDataConfig
+from .fp8 import Fp8Config
 from .indexer import IndexerConfig
 from .model import ModelConfig
 from .parallel import KernelConfig, ParallelConfig
@@ -25,6 +26,7 @@ __all__ = [
     "LARGEST_BF16_BETA",
     "CheckpointConfig",
     "DataConfig",
+    "Fp8Config",
     "IndexerConfig",
     "KernelConfig",
     "LoggingConfig",

@@ -104,6 +104,7 @@ NAMES = {
     "--pipeline-model-parallel-layout auto": "account-for-embedding-in-pipeline-split "
     "account-for-loss-in-pipeline-split",
     "--reshard-after-forward false": "torch-fsdp2-no-reshard-after-forward",
+    "--num-layers-at-start-in-bf16 1 --num-layers-at-end-in-bf16 1": "first-last-layers-bf16",
     "--adam-moments-dtype fp32 or bf16": "exp-avg-dtype exp-avg-sq-dtype",
     "--lr-warmup-iters, which is {} / --global-batch-size": "lr-warmup-samples",
     "--lr-decay-iters, which is {} / --global-batch-size": "lr-decay-samples",
@@ -132,6 +133,9 @@ VALUES = {
         "flex": "--moe-token-dispatcher-type alltoall, or hybrid over several nodes",
         "hybridep": "--moe-token-dispatcher-type hybrid, the same two levels without DeepEP's buffers",
     },
+    "--fp8": dict.fromkeys(("e4m3", "hybrid"), "--fp8 blockwise"),
+    "--fp8-format": {"hybrid": "--fp8-format e4m3, for gradients, too"},
+    "--fp8-recipe": dict.fromkeys(("delayed", "tensorwise", "mxfp8"), "--fp8-recipe blockwise, the scales of a Hopper"),
     "--lr-decay-style": {"inverse-square-root": "--lr-decay-style cosine, linear, constant or WSD"},
     "--eval-iters": {"0": "leave --eval-iters and the validation data out"},
     "--packing": dict.fromkeys(("true", "True"), "--packing best-fit")
@@ -165,8 +169,9 @@ REASONS = {
     "the model's rope is not scaled": "beta-fast beta-slow original-max-position-embeddings use-rope-scaling "
     "rope-scaling-factor rotary-seq-len-interpolation-factor yarn-*",
     "only fp32 and --bf16": "fp16",
-    "there is no FP8 or FP4 training yet": "first-last-layers-bf16 fp8* fp4* no-fp8* moe-router-padding-for-* "
-    "kitchen-*",
+    "FP8 training has no such setting (--fp8, --fp8-wgrad, --fp8-backend)": "fp8* no-fp8* kitchen-*",
+    "there is no FP4 training": "fp4*",
+    "experts' rows are padded where a kernel needs it": "moe-router-padding-for-*",
     "nothing is drawn at random in a step": "te-rng-tracker",
     "gradients are summed in fp32 and divided by the whole step's count of tokens": "grad-reduce-in-bf16 "
     "ddp-average-in-collective ddp-*",

@@ -50,6 +50,15 @@ class Parameter:
         return self.kind in ("matrix", "vocabulary")
 
     @property
+    def fp8_products(self) -> bool:
+        """Whether FP8 training computes its products in FP8.
+
+        Of what the releases hold in FP8, without kv_a (576 rows are no multiple of 128) and kv_b, whose halves the
+        attention multiplies by head, and without the indexer, whose scores choose keys.
+        """
+        return self.fp8 and self.part != "indexer" and ".self_attn.kv_" not in self.name
+
+    @property
     def hf_key(self) -> str:
         """Its Hugging Face key; the experts' one is that of a newer form, which holds all of a layer in one tensor."""
         fused = "_proj" if self.expert_matrices else ""

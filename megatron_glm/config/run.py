@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from .data import DataConfig, PretrainDataConfig
+from .fp8 import Fp8Config
 from .indexer import IndexerConfig
 from .model import ModelConfig
 from .parallel import KernelConfig, ParallelConfig
@@ -26,6 +27,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = CheckpointConfig()
     parallel: ParallelConfig = ParallelConfig()
     kernels: KernelConfig = KernelConfig()
+    fp8: Fp8Config = Fp8Config()
     indexer: IndexerConfig = IndexerConfig()
     logging: LoggingConfig = LoggingConfig()
     hf_folder: str | None = None
@@ -90,6 +92,7 @@ class RunConfig:
             flag = f"--train-only {self.losses.train_only}" if self.losses.train_only else f"--mtp-num-steps {steps}"
             raise ValueError(f"{flag} and --indexer-training {mode} each train what the other holds: give one")
         self.checkpoint.check()
+        self.fp8.check(self.model)
         self._check_indexer()
         self.logging.check(world_size)
         if self.kernels.attention_backend in ("cudnn", "tilelang") and not self.train.bf16:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from megatron_glm.model.norm import RMSNorm
 from megatron_glm.model.recompute import run_layer
 from megatron_glm.model.router import Router
 from megatron_glm.model.trained import freeze
+from megatron_glm.ops.backends import fp8_products
 from megatron_glm.parallel.collectives import gather_values, sum_over
 from megatron_glm.parallel.dispatch.local import Dispatcher
 from megatron_glm.parallel.draft_head import DraftHead
@@ -92,6 +94,10 @@ class GLMChunk(ModelChunk):
         self.shards = collect_shards(self)
         self.declared = declared(model, {name: info.global_shape for name, info in self.shards.items()})
         freeze(model, self, config.trained_parts)
+        for name, parameter in self.declared.items():
+            if config.fp8.computes(parameter, model.num_hidden_layers):
+                holder: Any = self.get_submodule(name.rpartition(".")[0])
+                holder.products = fp8_products(config.fp8, parameter.part)
 
     def forward(self, batch: MicroBatch, carry: Carry) -> tuple[Carry, dict[str, Tensor]]:
         """Run one micro-batch.

@@ -13,12 +13,16 @@ from importlib.util import find_spec
 import torch
 
 from megatron_glm import packages
-from megatron_glm.config import ModelConfig
+from megatron_glm.config import Fp8Config, ModelConfig, RunConfig
+from megatron_glm.config.fp8 import MULTIPLE
+from megatron_glm.config.parameters import model_parameters
 from megatron_glm.ops import dense_mla, indexer, indexer_loss, sparse_mla
+from megatron_glm.ops.fp8_products import Fp8Products
 
 MODULES = {"torch": (), "cudnn": ("cudnn", "cutlass", "flash_mla"), "tilelang": ("tilelang", "tvm_ffi", "z3")}
 DENSE = "cudnn"  # dense rows run on cuDNN with either GPU backend
 HOPPER = "a Hopper GPU"
+TRANSFORMER_ENGINE = "transformer-engine[core_cu13,pytorch]==2.20.2"  # tested with torch 2.11
 
 
 def lacking(backend: str, dense_rows: str = "off") -> list[str]:
@@ -100,6 +104,56 @@ def check(backend: str, model: ModelConfig, tensor_parallel: int, selects: bool 
             f"--attention-backend {backend} serves up to 128 heads a rank and index_topk 2048, not {heads} heads and "
             f"{model.index_topk}; torch serves any"
         )
+
+
+def check_fp8(config: RunConfig) -> None:
+    """Raises ValueError where a GPU cannot compute the products in FP8 that this run asks for; a CPU can all."""
+    fp8, model = config.fp8, config.model
+    if not fp8.blockwise or not torch.cuda.is_available():
+        return
+    if not config.train.bf16:
+        raise ValueError("--fp8 blockwise on a GPU computes the rest in bfloat16: give --bf16")
+    tested = packages.suited()
+    lacks = [] if find_spec("deep_gemm") else [f"{tested.packages['deep_gemm']} ({tested.install})"]
+    if fp8.fp8_backend == "te" and not (find_spec("transformer_engine") and find_spec("transformer_engine_torch")):
+        lacks.append(f"Transformer Engine (pip install --no-build-isolation '{TRANSFORMER_ENGINE}', built from source)")
+    lacks += [] if torch.cuda.get_device_capability() == (9, 0) else [HOPPER]
+    if lacks:
+        raise ValueError(f"--fp8-backend {fp8.fp8_backend} cannot run here: it lacks {', '.join(lacks)}")
+    ranks = config.parallel.context_parallel_size * config.parallel.tensor_model_parallel_size
+    rows = config.train.micro_batch_size * config.data.seq_length // ranks
+    if fp8.fp8_backend == "te" and rows % MULTIPLE:
+        raise ValueError(
+            f"--fp8-backend te takes multiples of {MULTIPLE} tokens, and --micro-batch-size x --seq-length over the "
+            f"context- and tensor-parallel ranks is {rows}; --fp8-backend deepgemm takes any"
+        )
+    for parameter in model_parameters(model).values():
+        if not fp8.computes(parameter, model.num_hidden_layers):
+            continue
+        ranks = config.parallel.tensor_model_parallel_size
+        shape = list(parameter.shape)
+        if parameter.tp_dim is not None:
+            shape[parameter.tp_dim] //= ranks
+        if any(size % MULTIPLE for size in shape[-2:]):
+            raise ValueError(
+                f"--fp8 blockwise on a GPU: {parameter.name} is {shape} on each of {ranks} tensor-parallel ranks, and "
+                f"its rows and columns must be multiples of {MULTIPLE}; --num-layers-at-start-in-bf16 and "
+                "--num-layers-at-end-in-bf16 leave layers out"
+            )
+
+
+def fp8_products(config: Fp8Config, part: str) -> Fp8Products:
+    """What computes the products in FP8 of the weights of this part of the model (`Parameter.part`)."""
+    weight_gradients = config.weight_gradients(experts=part == "experts")
+    if not torch.cuda.is_available():
+        return Fp8Products(weight_gradients)
+    if config.fp8_backend == "te":
+        from megatron_glm.ops.fp8_te import TransformerEngineProducts  # needs packages that a CPU has not
+
+        return TransformerEngineProducts(weight_gradients)
+    from megatron_glm.ops.fp8_deepgemm import DeepGemmProducts
+
+    return DeepGemmProducts(weight_gradients)
 
 
 def _choices(dense_rows: str) -> str:

@@ -33,6 +33,7 @@ def grouped_mlp(
     product = grouped_linear(rows, gate_up, ends, kept=True, products=products)
     if not grad_sum.has_grouped_products(rows):
         return grouped_linear(weighted_swiglu_torch(product, row_weights), down, ends, products=products)
+    products = products.bound(down)
     grads: list[Tensor] = []  # where _Down's backward leaves the output's gradient
     product = _Keep.apply(product, row_weights, *weight_inputs(down), ends, grads, products)
     return _Down.apply(product, row_weights.detach(), down.detach(), ends, grads, products)

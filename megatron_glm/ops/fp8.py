@@ -14,6 +14,7 @@ FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max  # 448
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # a block of zeros divides by it
 BLOCK, ROW = (128, 128), (1, 128)
+BLOCKS = "fp8_blocks"  # attribute of a weight: its `Blocks`
 SLAB = 128  # rows that are worked on at a time: beside a result of 20 GB the temporaries are small
 
 
@@ -42,8 +43,9 @@ def quantize(x: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tensor, Tensor]
             largest = _blocks(rows.abs(), block).amax((1, 3)) / LARGEST
             mine = scale[start // block[0] : -(-stop // block[0])]
             mine.copy_(largest.clamp(min=SMALLEST_SCALE))
-            # a quotient just above 448 by rounding is 448; e4m3 has no infinity to round to
-            into[start:stop] = (rows / _spread(mine, block, rows.shape)).clamp_(-LARGEST, LARGEST)
+            # By the inverse, as kernels do: a division for each number costs them more than reading it. A product just
+            # above 448 by rounding is 448; e4m3 has no infinity to round to.
+            into[start:stop] = (rows * _spread(1 / mine, block, rows.shape)).clamp_(-LARGEST, LARGEST)
     return values, scales
 
 
@@ -72,6 +74,33 @@ def dequantize(
             skipped = first_row + start - first * block[0]
             into[start:stop] = rows * whole[skipped : skipped + len(rows)]
     return result
+
+
+class Blocks:
+    """A weight in FP8, as the products take it; under the attribute `BLOCKS` of the tensor in the weight's place.
+
+    values [..., out, in] e4m3 and scales [..., ceil(out / 128), ceil(in / 128)] fp32; transposed: the same of its
+    transpose, which GPU kernels multiply gradients by, or None: it is made when it is asked for.
+    """
+
+    def __init__(self, values: Tensor, scales: Tensor, transposed: tuple[Tensor, Tensor] | None = None) -> None:
+        self.values, self.scales, self.transposed = values, scales, transposed
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Blocks:
+        """By the torch definition, from [..., out, in] in the dtype that computes."""
+        return cls(*quantize(weight))
+
+    def whole(self) -> Tensor:
+        """[..., out, in] fp32."""
+        return dequantize(self.values, self.scales)
+
+    def for_gradients(self) -> tuple[Tensor, Tensor]:
+        """The transpose: values [..., in, out], in memory in that order, and scales [..., in / 128, out / 128]."""
+        if self.transposed is not None:
+            return self.transposed
+        values, scales = (part.transpose(-2, -1) for part in (self.values, self.scales))
+        return values.contiguous(), scales.contiguous()
 
 
 def _matrices(x: Tensor) -> tuple[Tensor, ...]:

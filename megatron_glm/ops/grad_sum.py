@@ -43,13 +43,17 @@ class Products:
     go with weight[i] of [e, out, in]. Rows past the last end are tail: undefined, and part of no sum.
     """
 
+    def bound(self, weight: Tensor) -> Products:
+        """The products of this weight, where a precision holds more of it than its values."""
+        return self
+
     def output(self, x: Tensor, weight: Tensor, ends: Tensor | None = None) -> Tensor:
         """x @ weight.T [t, out]."""
         if ends is None:
             return F.linear(x, weight)
         if has_grouped_products(x):
             return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-        *groups, tail = _groups(x, ends)
+        *groups, tail = groups_of(x, ends)
         products = [F.linear(group, w) for group, w in zip(groups, weight.unbind(), strict=True)]
         return torch.cat([*products, x.new_zeros(len(tail), weight.shape[1])])
 
@@ -59,7 +63,7 @@ class Products:
             return gradient @ weight
         if has_grouped_products(gradient):
             return F.grouped_mm(gradient, weight, offs=ends)
-        *groups, tail = _groups(gradient, ends)
+        *groups, tail = groups_of(gradient, ends)
         products = [group @ w for group, w in zip(groups, weight.unbind(), strict=True)]
         return torch.cat([*products, gradient.new_zeros(len(tail), weight.shape[2])])
 
@@ -69,7 +73,7 @@ class Products:
             return gradient.T @ x
         if has_grouped_products(x):
             return F.grouped_mm(gradient.t(), x, offs=ends)
-        pairs = zip(_groups(gradient, ends)[:-1], _groups(x, ends)[:-1], strict=True)
+        pairs = zip(groups_of(gradient, ends)[:-1], groups_of(x, ends)[:-1], strict=True)
         return torch.stack([g.T @ rows for g, rows in pairs])
 
     def add_weight_gradient(self, total: Tensor | None, gradient: Tensor, x: Tensor) -> Tensor:
@@ -85,7 +89,7 @@ def has_grouped_products(x: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16 and len(x) > 0
 
 
-def _groups(x: Tensor, ends: Tensor) -> list[Tensor]:
+def groups_of(x: Tensor, ends: Tensor) -> list[Tensor]:
     """The rows of each group, and the tail."""
     sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
     return list(x.split([*sizes, len(x) - sum(sizes)]))
@@ -151,14 +155,14 @@ def linear(x: Tensor, weight: Tensor, kept: bool = False, products: Products = A
     Args:
         kept: selective recomputation keeps the product: expensive to compute again and small to keep.
     """
-    return _Linear.apply(x, *weight_inputs(weight), None, kept, products)
+    return _Linear.apply(x, *weight_inputs(weight), None, kept, products.bound(weight))
 
 
 def grouped_linear(
     x: Tensor, weight: Tensor, ends: Tensor, kept: bool = False, products: Products = AS_THEY_ARE
 ) -> Tensor:
     """x [t, in] grouped by expert, weight [e, out, in], ends [e] int32 on x's device -> [t, out]; see `Products`."""
-    return _Linear.apply(x, *weight_inputs(weight), ends, kept, products)
+    return _Linear.apply(x, *weight_inputs(weight), ends, kept, products.bound(weight))
 
 
 def weight_inputs(weight: Tensor) -> tuple[Tensor, Tensor, GradSum | None]:

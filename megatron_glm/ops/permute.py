@@ -18,26 +18,49 @@ class RowMap:
 
     position [t, S] int64: row of each slot, -1 where it has none.
     counts [groups] int64: rows of each key; rows past their sum are tail: what they hold is undefined.
+    multiple: each key has a multiple of it of rows; filled [groups] int64: how many of them have a slot. The others, at
+        the end of the key's rows, are zero. None: all have one.
     """
 
     position: Tensor
     counts: Tensor
     size: int
+    multiple: int = 1
+    filled: Tensor | None = None
 
     @classmethod
-    def build(cls, key: Tensor, groups: int) -> RowMap:
-        """key [t, S] int64 in [-1, groups). size is t * S until `head` cuts the tail; nothing waits for the device."""
-        if key.is_cuda:
-            return cls(*_fused().place(key, groups), key.numel())
-        ordered, slot = torch.sort(torch.where(key < 0, groups, key).flatten(), stable=True)
-        bounds = torch.searchsorted(ordered, torch.arange(groups + 1))
-        position = torch.empty_like(slot)
-        position[slot] = torch.arange(slot.numel())
-        return cls(position.view(key.shape).masked_fill(key < 0, -1), bounds.diff(), key.numel())
+    def build(cls, key: Tensor, groups: int, multiple: int = 1) -> RowMap:
+        """key [t, S] int64 in [-1, groups). size is that of t * S rows until `head` cuts it.
 
-    def head(self, rows: int) -> RowMap:
-        """The same map without the tail: rows = counts.sum(), which the caller knows on the host."""
-        return replace(self, size=rows)
+        Nothing waits for the device.
+        """
+        position, counts = _place(key, groups)
+        if multiple == 1:
+            return cls(position, counts, key.numel())
+        padded = -(-counts // multiple) * multiple
+        moved = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)  # by how much each key's rows
+        position = torch.where(key < 0, -1, position + moved[key.clamp(min=0)])
+        return cls(position, padded, 0, multiple, counts).head(key.numel())
+
+    def head(self, slots: int) -> RowMap:
+        """The same map for as many slots with a row as the caller knows, on the host, that there are.
+
+        There is no tail then with multiple 1, and as little as can be said without the counts with another: of 7 slots
+        in 2 groups there are at most 7 + 2 * 127 rows, so 256.
+        """
+        most = slots + min(slots, len(self.counts)) * (self.multiple - 1)
+        return replace(self, size=most // self.multiple * self.multiple)
+
+
+def _place(key: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """Position of each slot where every key has as many rows as slots, and how many."""
+    if key.is_cuda:
+        return _fused().place(key, groups)
+    ordered, slot = torch.sort(torch.where(key < 0, groups, key).flatten(), stable=True)
+    bounds = torch.searchsorted(ordered, torch.arange(groups + 1))
+    position = torch.empty_like(slot)
+    position[slot] = torch.arange(slot.numel())
+    return position.view(key.shape).masked_fill(key < 0, -1), bounds.diff()
 
 
 def _one_pass(x: Tensor) -> bool:
@@ -51,6 +74,14 @@ def _fused():
     return fused
 
 
+def _copied(x: Tensor, weights: Tensor | None, rows: RowMap) -> tuple[Tensor, Tensor | None]:
+    """The rows, and their weights if those of the slots are given, by the Triton kernels."""
+    copied, row_weights = _fused().copy_rows(x, weights, rows.position, rows.size)
+    if rows.filled is not None:
+        _fused().zero_rows(copied, row_weights, rows.filled, rows.counts, rows.multiple)
+    return copied, row_weights
+
+
 def _filled(values: Tensor, slots: Tensor, rows: RowMap) -> Tensor:
     """[size, ...] with values [m, ...], one for each True in `slots` [t, S] in order, in those slots' rows."""
     return values.new_zeros(rows.size, *values.shape[1:]).index_copy_(0, rows.position[slots], values)
@@ -59,7 +90,7 @@ def _filled(values: Tensor, slots: Tensor, rows: RowMap) -> Tensor:
 def gather(x: Tensor, rows: RowMap) -> Tensor:
     """x [t, D] -> [size, D], the token behind each row. Outside autograd; `accumulate` is its transpose."""
     if _one_pass(x):
-        return _fused().copy_rows(x, None, rows.position, rows.size)[0]
+        return _copied(x, None, rows)[0]
     slots = rows.position >= 0
     return _filled(x[slots.nonzero()[:, 0]], slots, rows)
 
@@ -87,7 +118,7 @@ class _Permute(torch.autograd.Function):
     def forward(ctx, x: Tensor, weights: Tensor, rows: RowMap) -> tuple[Tensor, Tensor]:
         ctx.rows = rows
         if _one_pass(x):
-            copied, row_weights = _fused().copy_rows(x, weights, rows.position, rows.size)
+            copied, row_weights = _copied(x, weights, rows)
             assert row_weights is not None
             return copied, row_weights
         slots = rows.position >= 0

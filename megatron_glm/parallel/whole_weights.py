@@ -7,6 +7,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from megatron_glm.ops.fp8 import BLOCKS, Blocks
+from megatron_glm.ops.fp8_products import Fp8Products
 from megatron_glm.ops.grad_sum import GradSum, set_grad_sum
 from megatron_glm.torch_private import private
 
@@ -20,6 +22,9 @@ class WholeWeights:
 
     They are fp32 masters in a bf16 run, and frozen bf16 weights in an fp32 run. While the module runs, a copy is in
     each parameter's place. Its attribute `grad_sum` is the parameter's `GradSum`.
+
+    Where a module's `products` are in FP8 and copies are held, the copy is the weight in FP8, in both orientations: the
+    values in e4m3, with the attribute `BLOCKS`. Nothing but these products can use it.
 
     Args:
         elsewhere: parameters within the module that are looked after elsewhere.
@@ -37,7 +42,7 @@ class WholeWeights:
             if parameter not in elsewhere and parameter.dtype != dtype
         ]
         self.dtype, self.keep, self.narrow = dtype, keep, narrow
-        self.copies: list[tuple[int, Tensor] | None] = [None] * len(self.places)  # with the version that was copied
+        self.copies: list[tuple[int, Tensor | Blocks] | None] = [None] * len(self.places)  # with the version copied
         self.masters: list[nn.Parameter] = []
         if self.places:
             module.register_forward_pre_hook(lambda *_: self._enter())
@@ -49,25 +54,40 @@ class WholeWeights:
             if self.narrow:
                 self.masters[i].grad_dtype = None  # a gradient may have any
             total = GradSum(self.masters[i], self.masters[i], "grad", self.narrow)
-            copy = _Copy.apply(self.masters[i], self._copy(i), total)
+            held = self._held(i)
+            if isinstance(held, Blocks):
+                copy = held.values.detach()
+                setattr(copy, BLOCKS, held)
+            else:
+                copy = _Copy.apply(self.masters[i], held, total)
             set_grad_sum(copy, total)
-            module._parameters[name] = copy
+            module._parameters[name] = cast(nn.Parameter, copy)
 
     def _leave(self) -> None:
         for (module, name), master in zip(self.places, self.masters, strict=True):
             module._parameters[name] = master
 
-    def _copy(self, i: int) -> Tensor:
+    def _held(self, i: int) -> Tensor | Blocks:
+        """What computes in place of a master."""
         master, known = self.masters[i], self.copies[i]
         if not self.keep:
             return master.detach().to(self.dtype)
-        if known is None:
-            known = master._version, master.detach().to(self.dtype)
-            setattr(master, HELD_COPY, known[1])
-        elif known[0] != master._version:
-            known = master._version, known[1].copy_(master.detach())
-        self.copies[i] = known
+        if known is None or known[0] != master._version:
+            known = master._version, self._copy(i, None if known is None else known[1])
+            self.copies[i] = known
         return known[1]
+
+    def _copy(self, i: int, into: Tensor | Blocks | None) -> Tensor | Blocks:
+        """A copy of a master as it is now, in the memory of the one before."""
+        master, products = self.masters[i], getattr(self.places[i][0], "products", None)
+        if isinstance(products, Fp8Products):
+            assert into is None or isinstance(into, Blocks)
+            return products.cast_weight(master.detach().to(self.dtype), into)
+        if isinstance(into, Tensor):
+            return into.copy_(master.detach())
+        copy = master.detach().to(self.dtype)
+        setattr(master, HELD_COPY, copy)
+        return copy
 
 
 def held_copy(master: nn.Parameter) -> Tensor | None:

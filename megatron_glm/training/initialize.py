@@ -55,6 +55,7 @@ def initialize(config: RunConfig) -> ParallelGroups:
     kernels = config.kernels
     selects = not config.attends_densely
     backends.check(kernels.attention_backend, config.model, config.parallel.tensor_model_parallel_size, selects)
+    backends.check_fp8(config)
     backends.load(kernels.attention_backend, config.dense_rows, kernels.deterministic)
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # connect at the first message: else 2 x ranks descriptors each
     if not dist.is_initialized():

@@ -81,6 +81,20 @@ def _sum_rows(
             tl.store(weights + token * slots + k, weight, mask=tl.program_id(1) == 0)
 
 
+@triton.jit
+def _zero_rows(out, row_weights, filled, ends, most, dim, weighted: tl.constexpr, block: tl.constexpr):
+    """One row of those without a slot: of most a group there is at most one less."""
+    group, number = tl.program_id(0) // most, tl.program_id(0) % most
+    end = tl.load(ends + group)
+    begin = tl.load(ends + group - 1, mask=group > 0, other=0)
+    row = begin + tl.load(filled + group) + number
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    zero = tl.zeros((block,), out.dtype.element_ty)
+    tl.store(out + row * dim + column, zero, mask=(column < dim) & (row < end))
+    if weighted:
+        tl.store(row_weights + row, 0.0, mask=(row < end) & (tl.program_id(1) == 0))
+
+
 def place(key: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """key [t, S] int64 in [-1, groups) -> position [t, S] int64 (-1 = none) and counts [groups] int64 of a `RowMap`."""
     key, total = key.contiguous(), key.numel()
@@ -116,3 +130,14 @@ def sum_rows(source: Tensor, row_weights: Tensor | None, position: Tensor) -> tu
         given = (source, out) if row_weights is None else (row_weights.contiguous(), weights)
         _sum_rows[grid](source.contiguous(), given[0], position, out, given[1], slots, dim, weighted, BLOCK)
     return out, weights
+
+
+def zero_rows(out: Tensor, row_weights: Tensor | None, filled: Tensor, counts: Tensor, multiple: int) -> None:
+    """Zeroes what `copy_rows` leaves of each group's counts [groups] rows: those behind the first filled [groups].
+
+    multiple: above the most of them that a group has.
+    """
+    if len(out):
+        grid = (len(counts) * multiple, triton.cdiv(out.shape[1], BLOCK))
+        weights, weighted = (out, False) if row_weights is None else (row_weights, True)
+        _zero_rows[grid](out, weights, filled, counts.cumsum(0), multiple, out.shape[1], weighted, BLOCK)

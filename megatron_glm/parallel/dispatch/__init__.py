@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from megatron_glm.config import RunConfig
+from megatron_glm.config.fp8 import MULTIPLE
 from megatron_glm.parallel.dispatch.allgather import AllGatherDispatcher
 from megatron_glm.parallel.dispatch.alltoall import AllToAllDispatcher
 from megatron_glm.parallel.dispatch.hybrid import HybridDispatcher
@@ -27,8 +28,9 @@ def make_dispatcher(config: RunConfig, groups: ParallelGroups) -> Dispatcher:
     groups: those of the run, or `ParallelGroups.of_sizes`: the planner asks for traffic and buffers only.
     """
     model, parallel, train = config.model, config.parallel, config.train
+    multiple = MULTIPLE if config.fp8.blockwise and torch.cuda.is_available() else 1  # that the kernels need
     if groups.ep.size() == 1:
-        return LocalDispatcher(model.n_routed_experts)
+        return LocalDispatcher(model.n_routed_experts, multiple)
     shards = parallel.context_parallel_size * parallel.tensor_model_parallel_size
     context = DispatchContext(
         groups=groups,
@@ -37,5 +39,6 @@ def make_dispatcher(config: RunConfig, groups: ParallelGroups) -> Dispatcher:
         hidden_size=model.hidden_size,
         most_tokens=train.micro_batch_size * config.data.seq_length // shards,
         dtype=torch.bfloat16 if train.bf16 else torch.float32,
+        row_multiple=multiple,
     )
     return DISPATCHERS[parallel.moe_token_dispatcher_type](context)

@@ -17,7 +17,7 @@ class AllGatherDispatcher(Dispatcher):
 
     def __init__(self, context: DispatchContext) -> None:
         self.context, self.ep, self.n_local = context, context.groups.ep, context.n_local
-        self.local = LocalDispatcher(self.n_local)
+        self.local = LocalDispatcher(self.n_local, context.row_multiple)
 
     def dispatch(
         self, x: Tensor, expert_ids: Tensor, weights: Tensor

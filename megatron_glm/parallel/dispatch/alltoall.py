@@ -18,7 +18,7 @@ class AllToAllDispatcher(Dispatcher):
 
     def __init__(self, context: DispatchContext) -> None:
         self.context, self.ep, self.n_local = context, context.groups.ep, context.n_local
-        self.local = LocalDispatcher(self.n_local)
+        self.local = LocalDispatcher(self.n_local, context.row_multiple)
         self.bytes_sent: Counter[str] = Counter()  # bytes that left this rank, both directions and both passes
 
     def dispatch(

@@ -25,7 +25,7 @@ class HybridDispatcher(Dispatcher):
         if inter is None or node is None:
             raise ValueError("--moe-token-dispatcher-type hybrid needs --expert-node-size, which is None")
         self.context, self.ep, self.inter, self.node = context, context.groups.ep, inter, node
-        self.n_local, self.local = context.n_local, LocalDispatcher(context.n_local)
+        self.n_local, self.local = context.n_local, LocalDispatcher(context.n_local, context.row_multiple)
         self.bytes_sent: Counter[str] = Counter()  # by group; left this rank, both directions and both passes
 
     def dispatch(

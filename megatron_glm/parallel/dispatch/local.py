@@ -18,7 +18,8 @@ class DispatchContext:
     """What a dispatcher between ranks is built from.
 
     groups: a constructor may ask them for sizes and ranks, and not communicate: a plan has no processes;
-    most_tokens: t/TP, what one micro-batch gives this rank; dtype: of the rows.
+    most_tokens: t/TP, what one micro-batch gives this rank; dtype: of the rows;
+    row_multiple: of which every expert gets rows, see `RowMap`.
     """
 
     groups: ParallelGroups
@@ -27,6 +28,7 @@ class DispatchContext:
     hidden_size: int  # D
     most_tokens: int
     dtype: torch.dtype
+    row_multiple: int = 1
 
     @property
     def n_local(self) -> int:
@@ -66,7 +68,8 @@ class Dispatcher:
 
         rows [n, D]: a copy of its token for each slot whose expert is local, grouped by expert ascending, then in
         order of arrival; row_weights [n] fp32: the slots' weights, differentiable too (a -1 id's weight has gradient
-        zero); counts [n_local] int64 on x's device. Rows past counts.sum() are tail: undefined, never read back.
+        zero); counts [n_local] int64 on x's device. Rows past counts.sum() are tail: undefined, never read back. Where
+        counts are multiples of a number, an expert's last rows may be zero, with weight zero, and no token's.
         """
         raise NotImplementedError
 
@@ -88,16 +91,19 @@ class Dispatcher:
 
 
 class LocalDispatcher(Dispatcher):
-    """All experts are here. It never waits for the device: n = t * K, so that -1 ids leave a tail."""
+    """All experts are here. It never waits for the device: n = t * K, so that -1 ids leave a tail.
 
-    def __init__(self, n_local: int) -> None:
-        self.n_local = n_local
+    row_multiple: of which every expert gets rows, see `RowMap`.
+    """
+
+    def __init__(self, n_local: int, row_multiple: int = 1) -> None:
+        self.n_local, self.row_multiple = n_local, row_multiple
 
     def dispatch(
         self, x: Tensor, expert_ids: Tensor, weights: Tensor, n: int | None = None
     ) -> tuple[Tensor, Tensor, Tensor, RowMap]:
-        """n: the number of ids that are not -1, from a caller that knows it; there is no tail then."""
-        rows = RowMap.build(expert_ids, self.n_local)
+        """n: the number of ids that are not -1, from a caller that knows it; see `RowMap.head`."""
+        rows = RowMap.build(expert_ids, self.n_local, self.row_multiple)
         if n is not None:
             rows = rows.head(n)
         return *permute(x, weights, rows), rows.counts, rows
