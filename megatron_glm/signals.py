@@ -107,7 +107,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 
 def _watch(reader: int) -> None:
-    """Of the thread: every signal of the process is one byte from `reader`."""
+    """Runs in a thread of its own. For every signal of the process, one byte comes from `reader`: its number."""
     interrupts, ended = 0, False
     while True:
         looks = _store is not None and not ended

@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace, group: ProcessGroup | None) -> None:
     [job] = opened
     target = arguments.to_hf or job.target
     if arguments.dry_run:
-        for line in report.plan(job.files(Run()), target):
+        for line in report.dry_run(job.files(Run()), target):
             print(line)
         return
     share = Run(group=group).share(job.files(Run()))

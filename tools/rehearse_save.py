@@ -91,7 +91,7 @@ def save(plan: Plan, folder: Path) -> dict[str, float]:
     start = time.process_time()
     tables = [pickle.loads(content) for content in sent]
     ChunkTable.joined(tables).require_whole()
-    moves = merge.plan(tables)
+    moves = merge.moves_of_ranks(tables)
     replies = [pickle.dumps(each) for each in moves]
     seconds = time.process_time() - start
     pieces, blocks = sum(map(len, tables)), [int(each.members[:, 2].sum()) for each in moves]

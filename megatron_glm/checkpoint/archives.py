@@ -32,7 +32,7 @@ def append(stream: BinaryIO, tensor: torch.Tensor) -> tuple[int, int]:
     stream.write(bytes(-stream.tell() % ALIGNMENT))
     start = stream.tell()
     try:
-        torch.save(_alone(tensor), stream)
+        torch.save(_in_own_storage(tensor), stream)
     except RuntimeError as error:  # from torch's clean-up after a write that failed, where the disk is full
         if isinstance(error.__context__, OSError):
             raise error.__context__ from error
@@ -40,7 +40,7 @@ def append(stream: BinaryIO, tensor: torch.Tensor) -> tuple[int, int]:
     return start, stream.tell() - start
 
 
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
+def _in_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     """On the host, contiguous, and without a neighbour in its storage: torch.save writes whole storages."""
     tensor = tensor.detach().cpu().contiguous()
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
@@ -99,7 +99,7 @@ def find(stream: BinaryIO | mmap.mmap, start: int, length: int) -> Archive:
 
 
 def mapped(file: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """The tensor at byte `start` of the file: costs no memory until it is touched, and then none that is anonymous."""
+    """The tensor at byte `start` of the file, mapped: it takes memory only as pages of the file are read."""
     nbytes = math.prod(shape) * dtype.itemsize
     if not nbytes:
         return torch.empty(shape, dtype=dtype)

@@ -155,7 +155,7 @@ class Export:
             "--fp8-block-quantize": self.fp8,
         } | identity([self.reader.index_file, *self.folder.glob("*.distcp")])
         files = self.files(run)
-        if run.verify:  # what is read, too: copies of damaged data would be found equal
+        if run.verify:  # the checksums of the source first: a copy of damaged data equals its source
             parts = self.reader.index.by_file().values()
             chunks = [i for part in parts for i in part if not self.reader.index.piece(i).name.startswith("optimizer.")]
             sharded.together(run.group, lambda: self.reader.check_data(run.share(chunks)))

@@ -165,10 +165,10 @@ class HFCheckpoint:
         raise ValueError(f"{entry.file}: the tensor {key} belongs to no part of this model{counts}")
 
     def read(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-        """The rectangle of a canonical tensor, in its canonical dtype; the next `read` may overwrite it.
+        """The rectangle of a canonical tensor, in its dtype in `shapes`; the next `read` overwrites it.
 
-        It is a copy in one buffer that is used again and again: fresh memory costs more time than the copy, and so
-        does writing a file from the memory of a mapped one.
+        All rectangles are copied into one buffer: fresh memory for each, and writing a file straight from the memory of
+        a mapped one, both take longer than the copy.
         """
         end = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
         tensors = self.tensors[name]

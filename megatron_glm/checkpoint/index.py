@@ -62,7 +62,11 @@ class Part(NamedTuple):
 
 
 class Index:
-    """Chunks in the order of their tensors and offsets, and their places. A chunk is known by its row."""
+    """Chunks in the order of their tensors and offsets, and their places. A chunk's number is its row in all columns.
+
+    tensors, tensor, offsets, sizes: as in `ChunkTable`; files, file, start, length, checksum: as in `Places`.
+    names, numbers: of the tensors, both ways; first [tensors + 1]: the first chunk of each.
+    """
 
     def __init__(self, chunks: ChunkTable, places: Places) -> None:
         order = np.lexsort((*chunks.offsets.T[::-1], chunks.tensor))
@@ -73,7 +77,7 @@ class Index:
         self.file, self.start, self.length, self.checksum = (
             column[order] for column in (places.file, places.start, places.length, places.checksum)
         )
-        self.first = np.searchsorted(self.tensor, np.arange(len(self.names) + 1))  # row of a tensor's first chunk
+        self.first = np.searchsorted(self.tensor, np.arange(len(self.names) + 1))
 
     def piece(self, chunk: int) -> Piece:
         """Of which tensor a chunk is, and where in it."""
@@ -113,6 +117,7 @@ class Index:
         return [Part(*row) for row in rows]
 
     def to_bytes(self) -> bytes:
+        """The content of its file, as the top of this module describes it."""
         tensors = [[name, str(dtype).removeprefix("torch."), shape] for name, (shape, dtype) in self.tensors.items()]
         text = json.dumps({"version": VERSION, "tensors": tensors, "files": self.files})
         columns = {"json": np.frombuffer(text.encode(), dtype=np.uint8)}

@@ -39,8 +39,8 @@ class Moves:
     members: np.ndarray
 
 
-def plan(tables: Sequence[ChunkTable]) -> list[Moves]:
-    """What each rank sends and writes, from the pieces that each of them owns."""
+def moves_of_ranks(tables: Sequence[ChunkTable]) -> list[Moves]:
+    """What each rank sends and writes, from the pieces that each of them owns (`tables`, one a rank)."""
     whole = ChunkTable.joined(tables)
     rank = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
     own = np.concatenate([np.arange(len(table)) for table in tables])  # the number of a piece in its rank's table
@@ -63,7 +63,15 @@ def plan(tables: Sequence[ChunkTable]) -> list[Moves]:
 
 
 def _blocks(across: np.ndarray, start: np.ndarray, rows: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
-    """The number of the block of each piece [n]; pieces come in the order of their rows, see `plan`."""
+    """The number of the block of each piece, int64 [n].
+
+    A block is a run of pieces of one tensor that follow each other in its rows, of about BLOCK_BYTES at most.
+
+    Args:
+        across: [n, 5], the tensor of a piece and where it is in all dims but the rows; pieces of equal ones come
+            together, in the order of their rows.
+        start, rows, nbytes: [n], a piece's first row, its rows and its bytes.
+    """
     new = np.ones(len(start), dtype=bool)
     new[1:] = (across[1:] != across[:-1]).any(axis=1) | (start[1:] != start[:-1] + rows[:-1])
     run = np.cumsum(new) - 1
@@ -74,7 +82,12 @@ def _blocks(across: np.ndarray, start: np.ndarray, rows: np.ndarray, nbytes: np.
 
 
 def _writers(rank: np.ndarray, first: np.ndarray, count: np.ndarray, nbytes: np.ndarray, ranks: int) -> np.ndarray:
-    """For each block the rank, of its members', that has got the fewest bytes so far."""
+    """The rank that writes each block [blocks] int64: of those that hold a piece, the one with the fewest bytes so far.
+
+    Args:
+        rank: [n] of each piece, block after block; first, count, nbytes: [blocks], a block's first piece, how many it
+            has, and their bytes.
+    """
     load, writer = np.zeros(ranks), np.zeros(len(first), dtype=np.int64)
     for block in range(len(first)):
         members = rank[first[block] : first[block] + count[block]]
@@ -86,7 +99,12 @@ def _writers(rank: np.ndarray, first: np.ndarray, count: np.ndarray, nbytes: np.
 def _of_ranks(
     ranks: int, pieces: np.ndarray, blocks: np.ndarray, writer: np.ndarray, members: np.ndarray
 ) -> list[Moves]:
-    """All members of all blocks, sorted by block -> the share of each rank."""
+    """The share of each rank.
+
+    Args:
+        pieces: [n], the number of each piece in its rank's table; members: [n, 4] as in `Moves`, with numbers of all
+            blocks; both block after block. blocks: [b, 2 * DIMS]; writer: [b].
+    """
     by_source = np.argsort(members[:, 1], kind="stable")
     by_writer = np.argsort(writer[members[:, 0]], kind="stable")
     block_order = np.argsort(writer, kind="stable")
@@ -109,8 +127,8 @@ def _of_ranks(
 class Exchange:
     """What this rank writes: its chunks less those that others write, and the blocks that it puts together.
 
-    All memory is taken and all of this rank's pieces are read here, where a rank may fail alone: in `run` the others
-    would wait for its messages.
+    The constructor takes all memory and reads all pieces that this rank sends: if that fails, the other ranks are
+    told. In `run` they would wait for this rank's messages.
     """
 
     def __init__(self, chunks: list[Chunk], moves: Moves, group: ProcessGroup) -> None:

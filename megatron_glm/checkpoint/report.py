@@ -30,8 +30,8 @@ def human(nbytes: float) -> str:
     return f"{nbytes:.2f} TB"
 
 
-def plan(files: list[OutputFile], target: Path) -> Iterator[str]:
-    """One line for each file that would be written, and their sum."""
+def dry_run(files: list[OutputFile], target: Path) -> Iterator[str]:
+    """A line for each file that a conversion would write into `target`, and one for their sum."""
     for file in files:
         span = file.keys[0] if len(file.keys) == 1 else f"{file.keys[0]} … {file.keys[-1]}"
         yield f"{file.name}  {human(file.nbytes)}  {len(file.keys)} tensors  {span}"

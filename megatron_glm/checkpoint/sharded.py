@@ -131,7 +131,7 @@ def save(
             ChunkTable.joined(tables).require_whole()
             saved = latest(folder)
             stack.enter_context(staged_folder(target, replace=saved is None or saved < iteration))
-            return merge.plan(tables) if len(tables) > 1 else None
+            return merge.moves_of_ranks(tables) if len(tables) > 1 else None
 
         def prepare() -> None:
             nonlocal exchange
@@ -361,10 +361,10 @@ def together(
         verdict = [failures[:3], given is not None]
     dist.broadcast_object_list(verdict, group=group, group_src=0)
     if failures := verdict[0]:
-        speaker, _, of_system = failures[0]
+        first, _, of_system = failures[0]
         text = "; ".join(f"rank {rank}: {what}" for rank, what, _ in failures)
         error = error or (OSError if of_system else ValueError)(text)
-        raise launch.shown_elsewhere(error, group.rank() != speaker)
+        raise launch.shown_elsewhere(error, group.rank() != first)
     received: list[Any] = [None]
     if verdict[1]:
         dist.scatter_object_list(received, None if given is None else list(given), group=group, group_src=0)

@@ -1,4 +1,4 @@
-"""Everything a run can be told, as frozen dataclasses: one section a subject, one field a flag (`flags.py`).
+"""All settings of a run, as frozen dataclasses: one section a subject, one field a flag (`flags.py`).
 
 A field's type is its check (`Literal` = the choices), its `help` metadata is the flag's help text. What must hold
 between fields is checked in `RunConfig.check`, before any process group exists; every refusal is a ValueError that

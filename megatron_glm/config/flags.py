@@ -49,7 +49,7 @@ MEGATRON_NAMES = {
 }
 HEAD_START = 10  # seconds: torchrun ends all ranks when one has left, and the first one has something to say
 NO_SHAPE = "give --hf-config DIR or PRESET, --load or --load-hf: the model has no shape yet"
-DOCUMENTS_APART = {"--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss"}  # Megatron's; always so here
+DOCUMENT_MASKS = {"--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss"}  # Megatron's; always so here
 OTHER_SCRIPT = {
     DataConfig: (PretrainDataConfig, "pretrain_glm.py"),
     PretrainDataConfig: (DataConfig, "finetune_glm.py"),
@@ -75,7 +75,7 @@ def refuse(message: str) -> NoReturn:
 
 
 class Parser(argparse.ArgumentParser):
-    """Answers every mistake with one line, `error: …`, and exit code 2; under torchrun the first rank speaks."""
+    """Answers every mistake with one line, `error: …`, and exit code 2; under torchrun the first rank prints it."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
@@ -119,7 +119,8 @@ class Parser(argparse.ArgumentParser):
 class RunParser(Parser):
     """Of the training scripts: sorts all flags before it reads any, so that one message names all that is wrong.
 
-    `always_so` of its result are the accepted flags of Megatron's that change nothing.
+    `always_so` of its result are the accepted flags of Megatron's that change nothing. A flag that the model fixes
+    (--num-query-groups) is judged when all others are read, since they name the model.
     """
 
     def __init__(self, data: DataSection, **kwargs: Any) -> None:
@@ -151,8 +152,8 @@ class RunParser(Parser):
             file = unread[0].endswith((".yaml", ".yml", ".json", ".toml"))
             hint = "write --FLAG VALUE" if "=" in unread[0] else sort_flags.NOT_HERE["--config"] if file else ""
             self.error(f"unexpected argument {unread[0]}" + (f"; {hint}" if hint else ""))
-        if "no_document_mask" in parsed and (apart := given & DOCUMENTS_APART):
-            self.error(f"{min(apart)} and --no-document-mask contradict each other: give one")
+        if "no_document_mask" in parsed and (masks := given & DOCUMENT_MASKS):
+            self.error(f"{min(masks)} and --no-document-mask contradict each other: give one")
         parsed.always_so = [each.flag.word for each in verdicts if each.kind == sort_flags.ALWAYS_SO]
         return parsed
 

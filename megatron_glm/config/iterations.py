@@ -127,11 +127,12 @@ def _single(given: Path, folder: Path, ckpt_step: int | None) -> tuple[Path, int
 
 
 def check_save(save: Path, begins: int, source: tuple[Path, int] | None) -> None:
-    """Refuses a --save folder in which the run would replace or pass over what other saves have left.
+    """Refuses a --save folder with iterations behind the one that the run starts from, or with a faulty pointer.
 
     Args:
         begins: iterations that are done when the run starts.
-        source: the (folder, iteration) that it loads. A faulty pointer is no fault if that is the last one in `save`.
+        source: the (folder, iteration) that it loads. Where that is the last iteration in `save`, a faulty pointer is
+            allowed: the run writes a new one.
     Raises: ValueError naming the iterations and what to do.
     """
     there, fault = saved(save), pointer_fault(save)
@@ -143,14 +144,10 @@ def check_save(save: Path, begins: int, source: tuple[Path, int] | None) -> None
             f"--save {save} already holds iteration {last}, this run starts after {begins}{lost}: resume with "
             f"{resume}, or choose another folder"
         )
-    if fault is None or (source is not None and source[1] == last and _same(source[0], save)):
+    if fault is None or (source is not None and source[1] == last and source[0].resolve() == save.resolve()):
         return
     remedy = f"resume with {resume}" if there else f"remove {LATEST_NAME}"
     raise ValueError(f"--save {save}: {fault}: {remedy}, or choose another folder")
-
-
-def _same(left: Path, right: Path) -> bool:
-    return left.resolve() == right.resolve()
 
 
 def print_start(load: str, ckpt_step: str | None = None) -> None:

@@ -76,7 +76,7 @@ class Known:
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[Flag]]:
-    """(the words before the first flag, the flags). A value never begins with two dashes, one may: -1."""
+    """(the words before the first flag, the flags). A value may begin with one dash (-1), never with two."""
     first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
     flags: list[Flag] = []
     for word in words[first:]:
@@ -238,7 +238,7 @@ def _misspelled(name: str, flag: str) -> int | None:
 
 
 def _one_edit(a: str, b: str) -> bool:
-    """One letter more, less or another, or two that changed places; digits tell flags apart and are never a slip."""
+    """One letter more, less or another, or two that changed places. A wrong digit makes another flag."""
     if re.sub(r"\D", "", a) != re.sub(r"\D", "", b):
         return False
     start = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -151,4 +151,4 @@ def without_null(value: Any) -> Any:
     """JSON without the members of objects that are null: they count as absent."""
     if isinstance(value, dict):
         return {name: without_null(member) for name, member in value.items() if member is not None}
-    return value
+    return [without_null(item) for item in value] if isinstance(value, list) else value

@@ -90,7 +90,7 @@ def deal(weights: Sequence[int], slots: int) -> np.ndarray:
 
 
 def cache_key(**what: Any) -> str:
-    """A name for everything that a cached array depends on."""
+    """20 hex digits that change with everything that a cached array depends on; `what` must be of JSON's types."""
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:20]
 
 

@@ -140,10 +140,11 @@ def writing(cache: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(target: Path, ready: Callable[[], bool], say: Say) -> Iterator[Say]:
-    """Holds TARGET.lock, or stops waiting for it when `ready()`; yields `say`, which also shows those that wait.
+    """Waits for the lock of TARGET.lock, or until `ready()`, when another process has made the target.
 
-    The system releases the lock of a process that ends, however it ends. File systems without locks have none: then
-    each node makes the files for itself, which is slower and just as right.
+    Yields a function to use instead of `say`: it also writes the message into the lock file, and the processes that
+    wait show it. The system releases the lock of a process that ends, however it ends. On a file system without locks
+    each node makes the files for itself, which is slower and gives the same.
     """
     path, waited = target.with_name(f"{target.name}.lock"), time.monotonic()
     while True:
@@ -171,7 +172,7 @@ def locked(target: Path, ready: Callable[[], bool], say: Say) -> Iterator[Say]:
         with suppress(FileNotFoundError):
             if os.fstat(file.fileno()).st_ino == path.stat().st_ino:
                 break
-        file.close()  # the one before has removed it
+        file.close()  # the process that held the lock has removed this file: open the new one
 
     def note(message: str) -> None:
         heartbeat.beat()

@@ -125,11 +125,14 @@ class ChatTemplate:
         return self._rendered[role, key]
 
     def generation_prompts(self, **variables: Any) -> tuple[str, ...]:
-        """What the generation prompt holds behind its role token, as `<think>`: given to the model, not produced.
+        """What follows the role token in the generation prompt, as `<think>`: given to the model, not produced by it.
 
-        With and without enable_thinking=False, as a turn without thinking may have been generated from that prompt.
-        Found once, in a few short conversations: raises ValueError naming the template unless it is the same in all of
-        them and stands behind the text without it. Then no row needs to be rendered once a turn.
+        Two prompts where enable_thinking=False has another one: a turn without thinking may have been generated from
+        it. They are found once for each set of `variables`, in four short conversations, so that no row needs to be
+        rendered once a turn.
+
+        Raises: ValueError naming the template if a conversation with its generation prompt does not begin as it does
+            without, or if the prompt is not the same in all four.
         """
         key = json.dumps(variables, sort_keys=True, default=repr)
         if key not in self._prompts:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_glm.config.source import download_hint
+from megatron_glm.config.source import download_hint, unique
 
 from .report import RowReport, some
 
@@ -46,9 +46,11 @@ def find_files(
 ) -> list[Path]:
     """Files of data-path entries (files, folders, globs) in the order given, sorted inside a folder or glob.
 
-    Dot files are no data. What else is passed over in a folder or glob goes into `report`. A folder that
-    `Dataset.save_to_disk` wrote is read as it says itself. Raises ValueError for an entry without files, for a named
-    file of another format, and for a folder of several splits.
+    Dot files are no data. The other files of a folder or glob that are not read are listed in `report`. In a folder
+    that `Dataset.save_to_disk` wrote, the files have the order that its state.json gives.
+
+    Raises: ValueError for an entry without files, for a named file of another format, and for a folder of several
+        splits.
     """
     files: list[Path] = []
     for entry in data_path:
@@ -94,7 +96,7 @@ def _in_folder(folder: Path) -> list[Path]:
 
 
 def _of_glob(pattern: str) -> list[Path]:
-    """The files that match, and those in folders that match of which no file matches by itself."""
+    """The files that match, and all files of a matching folder, unless some of them match themselves (DIR/**)."""
     matches = sorted(map(Path, glob.glob(pattern, recursive=True)))
     files = [path for path in matches if not path.is_dir() and CACHE_FOLDER not in path.parts]
     for folder in (path for path in matches if path.is_dir()):
@@ -123,7 +125,7 @@ def read_rows(path: Path) -> Iterator[tuple[str, RawRow]]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[io.BufferedReader[Any]]:
-    """The bytes of a file with lines, decompressed, in a buffer that can be looked into."""
+    """The bytes of a file of lines, decompressed; the first ones can be looked at (`peek`) before they are read."""
     compression = file_format(path)[1]
     try:
         if compression == ".gz":
@@ -148,17 +150,9 @@ def _json_rows(file: io.BufferedReader, path: Path) -> list[RawRow] | None:
     if not start.startswith(b"["):
         return None
     try:
-        return json.load(file, object_pairs_hook=_object)
+        return json.load(file, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"cannot read {path}: it begins as an array of rows, but {error}") from error
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
-        raise ValueError(f"the key {twice!r} stands twice in one object")
-    return found
 
 
 def _pyarrow(path: Path) -> Any:
@@ -213,7 +207,7 @@ def _column_rows(path: Path) -> Iterator[dict]:
 def decode_row(raw: RawRow) -> dict:
     """A row that read_rows yields, without the keys that are null; raises ValueError if it is no JSON object."""
     try:
-        row = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_object) if isinstance(raw, bytes) else raw
+        row = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=unique) if isinstance(raw, bytes) else raw
     except RecursionError as error:
         raise ValueError("the line is nested too deep for JSON") from error
     if not isinstance(row, dict):

@@ -237,6 +237,11 @@ class PackedDataset:
     Each epoch deals the documents anew. With best-fit they are dealt by falling length, ties shuffled, and the packs
     are shuffled, so an epoch's lengths fall into the same packs every time: all epochs have the same number of packs,
     and only the documents and the order change. Documents, or pieces of them, without a token to predict are dropped.
+
+    Args:
+        seq_length: tokens of a pack; packing, overlong: the values of --packing and --overlong.
+        planned: the packing of these documents with these settings (`Packing.cached`); None: it is computed.
+    Raises: ValueError for a setting that is none, and if no document has a token to predict.
     """
 
     def __init__(

@@ -42,8 +42,11 @@ def smallest_dtype(vocab_size: int) -> np.dtype:
 class IndexedDataset:
     """The documents of PREFIX.bin and PREFIX.idx, memory-mapped: opening reads a few bytes, whatever the size.
 
-    Raises ValueError if a file is missing, the index is none, of another version or dtype, or describes another
-    .bin. What takes a look at every entry is checked by `document_lengths`, which whoever builds an index calls.
+    sequence_lengths, sequence_pointers, document_bounds: as the top of this module describes them.
+    tokens [N]: the ids of all documents, of `dtype`.
+
+    Raises: ValueError if a file is missing, the index is none, of another version or dtype, or describes another .bin.
+        Checks that read every entry of the index are made by `document_lengths`, before samples are cut.
     """
 
     def __init__(self, prefix: str | Path):
@@ -137,7 +140,7 @@ class IndexedDataset:
         return [number for stat in stats for number in (stat.st_size, stat.st_mtime_ns)]
 
     def _positions(self, sequence: int) -> int:
-        """Where a sequence begins in the .bin, in tokens; the number of sequences stands for the end of the last."""
+        """Where a sequence begins in the .bin, in tokens; for the number of sequences, the end of the last one."""
         if sequence < len(self.sequence_pointers):
             return self.sequence_pointers[sequence] // self.dtype.itemsize
         return self.sequence_pointers[-1] // self.dtype.itemsize + self.sequence_lengths[-1]
@@ -165,10 +168,15 @@ class IndexedWriter:
         limits = np.iinfo(self.dtype)
         if len(ids) and (ids.min() < limits.min or ids.max() > limits.max):
             raise ValueError(f"{self.prefix}: token ids {ids.min()} to {ids.max()} do not fit into {self.dtype}")
-        self.add_bytes(ids.astype(self.dtype, copy=False).tobytes(), [len(ids)] if lengths is None else lengths, 1)
+        self.add_bytes(
+            ids.astype(self.dtype, copy=False).tobytes(), [len(ids)] if lengths is None else lengths, joined=True
+        )
 
-    def add_bytes(self, raw: bytes, lengths: list[int] | np.ndarray, documents: int | None = None) -> None:
-        """Appends sequences of these lengths: one document each, or one of them all (documents=1)."""
+    def add_bytes(self, raw: bytes, lengths: list[int] | np.ndarray, joined: bool = False) -> None:
+        """Appends sequences of `lengths` tokens, whose ids are `raw`: a document each, or one of them all (`joined`).
+
+        Raises: ValueError for a sequence above LONGEST, or if `raw` does not hold as many ids as `lengths` says.
+        """
         total, longest = int(np.sum(lengths, dtype=np.int64)), max(lengths, default=0)
         if longest > LONGEST:
             raise ValueError(f"{self.prefix}: a document of {longest} tokens is above the format's limit of {LONGEST}")
@@ -178,7 +186,7 @@ class IndexedWriter:
         with named_errors(self._bin.name):
             self._bin.write(raw)
         self._lengths.extend(map(int, lengths))
-        self._bounds.extend(range(first + 1, len(self._lengths) + 1) if documents is None else [len(self._lengths)])
+        self._bounds.extend([len(self._lengths)] if joined else range(first + 1, len(self._lengths) + 1))
         self.tokens += total
 
     def add_dataset(self, dataset: IndexedDataset) -> None:
@@ -210,7 +218,7 @@ class IndexedWriter:
 
     def discard(self) -> None:
         """Removes what is written so far."""
-        with suppress(OSError):  # what is still to be written may have no room
+        with suppress(OSError):  # the disk may have no room for what is still in the buffer
             self._bin.close()
         for path in (bin_path(self.prefix), idx_path(self.prefix)):
             self._temporary(path).unlink(missing_ok=True)
@@ -231,7 +239,7 @@ class IndexedWriter:
 
 @contextmanager
 def named_errors(path: str | Path) -> Iterator[None]:
-    """Says in an error of writing which file it was: a full disk does not."""
+    """Adds the name of the file to an OSError inside that has none, as the one of a full disk."""
     try:
         yield
     except OSError as error:

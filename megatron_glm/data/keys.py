@@ -105,10 +105,3 @@ class Notes:
 
 def _only_nulls(value: Any) -> bool:
     return isinstance(value, dict) and bool(value) and all(item is None for item in value.values())
-
-
-def without_nulls(value: Any) -> Any:
-    """Arrow gives every struct the keys of all rows: in one row, a null member of an object is a key not there."""
-    if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -9,8 +9,10 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_glm.config.source import without_null
+
 from .chat import THINK_TAGS, ChatTemplate
-from .keys import Notes, is_switch, switched_on, without_nulls
+from .keys import Notes, is_switch, switched_on
 
 ROLES = {
     "system": "system",
@@ -116,14 +118,15 @@ def functions_as_tools(functions: Any) -> list:
 
 
 def _without_nulls(value: Any, notes: Notes) -> Any:
-    cleaned = without_nulls(value)
+    """Arrow gives every struct the keys of all rows: in one row, a null member of an object is a key not there."""
+    cleaned = without_null(value)
     if cleaned != value:
         notes.warnings.add(NULLS)
     return cleaned
 
 
 class _Message:
-    """One message while it is read: what is understood is taken out of `fields`, what is left is unknown."""
+    """One message while it is read: each key that is understood leaves `fields`; one that is left is unknown."""
 
     def __init__(self, message: Any, where: str, notes: Notes, template: ChatTemplate):
         self.where, self.notes, self.template = where, notes, template
@@ -231,7 +234,10 @@ class _Message:
         return functions_as_tools(functions) if functions is not None else tools
 
     def _content(self, empty: bool) -> Any:
-        """The text; parts of text are joined, as templates join them."""
+        """The text, whose parts are joined as templates join them; or the list of several tool results.
+
+        empty: a message without content is an empty one: it has tool calls, thinking or tools.
+        """
         content = self.fields.pop("content", "" if empty else None)
         where = f"{self.where}.content"
         if isinstance(content, str):

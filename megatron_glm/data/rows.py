@@ -44,7 +44,7 @@ class RowSettings:
 
     @classmethod
     def of(cls, config: RunConfig) -> RowSettings:
-        """What the flags of a run say."""
+        """Those of a fine-tuning run; the tokenizer is the checkpoint's unless --tokenizer-model names one."""
         data = config.data
         assert isinstance(data, DataConfig), "pre-training reads no rows"
         return cls(

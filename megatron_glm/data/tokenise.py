@@ -86,7 +86,7 @@ def write_documents(
 
 
 class Progress:
-    """Says how far the tokenising is and how long it will yet take."""
+    """Reports every PROGRESS_SECONDS how far the tokenising is, and the time that is left."""
 
     def __init__(self, size: int, say: Callable[[str], None]):
         self.size, self.say = size, say

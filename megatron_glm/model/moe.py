@@ -58,9 +58,9 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, pack: PackRows) -> tuple[Tensor, Tensor]:
         """-> output [t/TP, D] and the expert ids [t/TP, K] int64 that were chosen (-1 for padding)."""
         ids, weights = self.gate(x, pack.valid)
-        # It runs while the rows travel to other ranks. It is started before the routed experts: a layer's recomputation
-        # ends with the last tensor that the backward needs, and skips the down projection and `combine` if that tensor
-        # is theirs.
+        # The shared expert runs while the rows travel to other ranks. It is started before the routed experts, because
+        # a layer's recomputation ends with the last tensor that the backward needs: where that is theirs, it skips the
+        # down projection and `combine`.
         shared = beside(self.overlaps_dispatch, self.shared_experts, x)
         rows, row_weights, counts, handle = self.dispatcher.dispatch(x, ids, weights)
         routed = self.dispatcher.combine(self.experts(rows, row_weights, counts), handle)

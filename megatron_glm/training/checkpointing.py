@@ -301,7 +301,7 @@ def resumed_state(config: RunConfig) -> dict[str, Any] | None:
 
 
 def run_state(folder: Path, iteration: int) -> dict[str, Any]:
-    """The state that `Saver.save` wrote. Raises ValueError if it is not that, or that of another iteration."""
+    """The state of an iteration, as `Saver.save` wrote it. Raises ValueError if it is damaged or of another one."""
     named = iterations.iteration_folder(folder, iteration)
     state = sharded.state_of(named)
     if (was := state.get("iteration", iteration)) != iteration:  # earlier versions did not write it

@@ -148,7 +148,10 @@ class _RowSource:
 
 
 def _training_samples(config: RunConfig) -> int:
-    """Samples that the run takes in all, with those of its steps before a resume, which may have had another size."""
+    """Samples that the run takes in all.
+
+    A resumed run counts those that the checkpoint has consumed: its earlier steps may have had another batch size.
+    """
     samples = config.train.train_samples
     if samples is None:
         start = start_of_run(config)

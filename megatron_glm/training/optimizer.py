@@ -35,7 +35,7 @@ class AdamW(torch.optim.AdamW):
     steps = 0  # that the moments have seen: iterations less the skipped ones, counted anew with a fresh optimizer
 
     def set_steps(self, steps: int) -> None:
-        """Go on after `steps` steps; the moments are loaded apart from this."""
+        """Go on after `steps` steps. The moments themselves are loaded by the checkpoint's reader."""
         self.steps = steps
         for moments in self.state.values():
             moments["step"].fill_(steps)
@@ -56,7 +56,7 @@ class AdamW(torch.optim.AdamW):
             if scale != 1.0:
                 foreach_mul_([local(parameter.grad) for parameter in parameters], scale)
             self._step_on_cpu([self.state[parameter] for parameter in parameters])
-        # the change is unknown to autograd; who holds a copy that does not follow asks for its master's version
+        # autograd does not know of the change: copies of the parameters are renewed when this version is another
         increment_version(parameters)
 
     def _step_on_cpu(self, states: list[dict[str, Any]]) -> None:

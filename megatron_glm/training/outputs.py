@@ -21,7 +21,8 @@ def check_folders(config: RunConfig) -> None:
 def check_sinks(logging: LoggingConfig, iteration: int) -> None:
     """On the first rank, which writes them, in a run that starts after `iteration` iterations.
 
-    Raises: OSError if one cannot be written, ValueError if --log-file holds something else or W&B knows no login.
+    Raises: OSError if one cannot be written; ValueError if --log-file holds something else than records of a run, or
+        Weights & Biases has no login.
     """
     if logging.log_file is not None:
         _check_log_file(Path(logging.log_file), iteration)

@@ -124,7 +124,7 @@ class Watchdog(threading.Thread):
             (self.folder / f"nccl_trace_rank_{self.rank}").write_bytes(recorder())
 
     def where(self) -> str:
-        """The innermost line of the main thread in this package, else in anything."""
+        """Where the main thread is: its innermost line in this package; in other code if it is in none of ours."""
         innermost: FrameType | None = sys._current_frames().get(self.main or 0)
         frame = innermost
         while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):

@@ -39,7 +39,7 @@ def test_half_a_million_pieces_cost_seconds_and_a_reader_little(tmp_path: Path):
     start = time.process_time()
     whole = ChunkTable.joined(parts)
     whole.require_whole()
-    moves = merge.plan(parts)
+    moves = merge.moves_of_ranks(parts)
     seconds = time.process_time() - start
     assert len(whole) == 517_120 and sum(len(each.blocks) for each in moves) == STAGES * SMALL
     joined = [int(each.members[:, 2].sum()) for each in moves]
