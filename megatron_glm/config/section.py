@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import typing
+from functools import cache
 from typing import Any, Literal
 
 
@@ -33,12 +34,18 @@ def require_multiple(what: str, number: int, of: str, divisor: int) -> None:
         raise ValueError(f"{what} ({number}) must be a multiple of {of} ({divisor})")
 
 
+@cache
+def type_hints(section: type) -> dict[str, Any]:
+    """Of its fields. A search of layouts makes thousands of sections."""
+    return typing.get_type_hints(section)
+
+
 @dataclasses.dataclass(frozen=True)
 class Section:
     """Base of the sections: refuses a value outside its choices or below its minimum, and infinite numbers."""
 
     def __post_init__(self) -> None:
-        hints = typing.get_type_hints(type(self))
+        hints = type_hints(type(self))
         for field in dataclasses.fields(self):
             value, kind, minimum = getattr(self, field.name), hints[field.name], field.metadata["minimum"]
             if value is None:

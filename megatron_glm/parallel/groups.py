@@ -91,7 +91,7 @@ class ParallelGroups:
         """What `rank` would have, without processes: the groups know size and rank, and every collective fails."""
         groups, store = {}, dist.HashStore()
         for name in GROUP_AXES:
-            ranks = next(ranks for ranks in grid.groups(name) if rank in ranks)
+            ranks = next(ranks for ranks in grid.groups(name) if rank in ranks) if rank else grid.first(name)
             groups[name] = ProcessGroup(store, ranks.index(rank), len(ranks))
         world = ProcessGroup(store, rank, grid.pp * grid.dp * grid.cp * grid.tp)
         edges = Edges(world, world)

@@ -42,6 +42,7 @@ class Machine:
 H200 = Machine("h200", 139 * GIB, products=715e12, copies=4.1e12)
 # Not measured: memory of 3.35 instead of 4.8 TB/s slows copies, and the 10 of 142 ms of a step that only move bytes.
 H100 = replace(H200, name="h100", memory=80 * GIB, products=695e12, copies=2.9e12)
+DEFAULT_TYPE = "h100"
 MACHINES = {machine.name: machine for machine in (H100, H200)}
 assert tuple(MACHINES) == GPU_TYPES
 
@@ -69,7 +70,7 @@ def rows_factor(rows: float) -> float:
 def machine_of(flags: argparse.Namespace) -> Machine:
     """The GPUs that these flags name. Raises ValueError for a rate that is none and a calibration that cannot be."""
     given = vars(flags)
-    machine = MACHINES[given.get("gpu_type", "h100")]
+    machine = MACHINES[given.get("gpu_type", DEFAULT_TYPE)]
     units = {
         "gpu_memory_gb": ("memory", GIB),
         "nvlink_gb_per_second": ("nvlink", 1e9),

@@ -7,8 +7,10 @@ formula. Every document is taken to fill its pack, which attends the most. All a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, TypeVar
 
 from megatron_glm.config import RunConfig
 from megatron_glm.ops.indexer_loss import CHUNK_BYTES
@@ -18,6 +20,7 @@ from megatron_glm.parallel.fsdp import holds_whole
 from megatron_glm.parallel.grid import Grid
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.pipeline.layout import (
+    Cost,
     PipelineLayout,
     Stage,
     build_layout,
@@ -40,6 +43,7 @@ from megatron_glm.planner.activations import (
 )
 from megatron_glm.planner.units import FsdpUnit, stage_units
 
+Value = TypeVar("Value")
 FP32 = 4
 GIB = 2**30
 # A plan lists all of them; up to these that takes a minute at most, and no memory to speak of.
@@ -71,8 +75,6 @@ class Plan:
     grid: Grid
     layout: PipelineLayout
     schedule: Schedule
-    simulation: Simulation
-    rank_work: tuple[float, ...]  # of each pipeline rank's stages, forward and backward, see `stage_costs`
 
     @classmethod
     def create(cls, config: RunConfig, world_size: int, gpus_per_node: int) -> Plan:
@@ -86,12 +88,41 @@ class Plan:
                 raise ValueError(f"too large to plan: {number:,} {what}, at most {most:,}")
         grid = check_layout(parallel, model, world_size, length, count)
         layout = build_layout(parallel, model, length, count)
-        schedule = schedule_of(parallel, layout, count)
-        costs = stage_costs(layout, model, length, parallel)
-        work = tuple(sum(sum(costs[stage]) for stage in stages) for stages in layout.placement.stages)
-        return cls(config, world_size, gpus_per_node, grid, layout, schedule, simulate(schedule, costs), work)
+        return cls(config, world_size, gpus_per_node, grid, layout, schedule_of(parallel, layout, count))
 
-    @property
+    def with_settings(self, config: RunConfig) -> Plan:
+        """The same plan with other resharding, synchronisation of gradients or type of moments, and nothing else."""
+        other = replace(self, config=config)
+        for name in ("_lasting", "shapes", "dispatcher"):
+            other.__dict__[name] = getattr(self, name)
+        return other
+
+    @cached_property
+    def _lasting(self) -> dict[Any, Any]:
+        """What was computed and no setting changes, by name and pipeline rank."""
+        return {}
+
+    def _once(self, key: Any, compute: Callable[[], Value]) -> Value:
+        if key not in self._lasting:
+            self._lasting[key] = compute()
+        return self._lasting[key]
+
+    @cached_property
+    def costs(self) -> list[Cost]:
+        """Times of the stages, see `stage_costs`."""
+        return stage_costs(self.layout, self.config.model, self.config.data.seq_length, self.config.parallel)
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """The schedule with these times alone: transfers take none."""
+        return simulate(self.schedule, self.costs)
+
+    @cached_property
+    def rank_work(self) -> tuple[float, ...]:
+        """Of each pipeline rank's stages, forward and backward."""
+        return tuple(sum(sum(self.costs[stage]) for stage in stages) for stages in self.layout.placement.stages)
+
+    @cached_property
     def shapes(self) -> Shapes:
         config, grid = self.config, self.grid
         length, topk = config.data.seq_length, config.model.index_topk
@@ -110,26 +141,35 @@ class Plan:
         return make_dispatcher(self.config, ParallelGroups.of_sizes(self.grid))
 
     def units(self, stage: Stage) -> tuple[FsdpUnit, ...]:
-        return stage_units(self.config.model, self.grid, stage, self.config.trained_parts)
+        model, parts = self.config.model, self.config.trained_parts
+        return self._once(stage, lambda: stage_units(model, self.grid, stage, parts))
 
     def rank_units(self, pp_rank: int) -> list[FsdpUnit]:
-        return [unit for stage in self.layout.of_rank(pp_rank) for unit in self.units(stage)]
+        stages = self.layout.of_rank(pp_rank)
+        return self._once(("units", pp_rank), lambda: [unit for stage in stages for unit in self.units(stage)])
 
     def held(self, rank: int) -> BytesHeld:
         """What global rank `rank` holds of parameters, gradients and AdamW's two moments."""
-        grid = self.grid
-        place = {n: next(g.index(rank) for g in grid.groups(n) if rank in g) for n in ("pp", "dp_cp", "edp")}
-        trained = frozen = 0
-        for unit in self.rank_units(place["pp"]):
-            index, size = (place["edp"], grid.edp) if unit.expert else (place["dp_cp"], grid.dp * grid.cp)
+        places = (next(g.index(rank) for g in self.grid.groups(n) if rank in g) for n in ("pp", "dp_cp", "edp"))
+        return self._held(*places)
+
+    def held_most(self, pp_rank: int) -> BytesHeld:
+        """What the fullest rank of a pipeline rank holds: the first one, whose shards are never the smaller ones."""
+        return self._held(pp_rank, 0, 0)
+
+    def _elements(self, pp_rank: int, dp_cp_rank: int, edp_rank: int) -> tuple[int, int]:
+        """(trained, frozen) ones that a rank holds."""
+        grid, trained, frozen = self.grid, 0, 0
+        for unit in self.rank_units(pp_rank):
+            index, size = (edp_rank, grid.edp) if unit.expert else (dp_cp_rank, grid.dp * grid.cp)
             more, still = unit.shard(index, size)
             trained, frozen = trained + more, frozen + still
+        return trained, frozen
+
+    def _held(self, *place: int) -> BytesHeld:
+        trained, frozen = self._once(("held", *place), lambda: self._elements(*place))
         moment = 2 if self.config.optimizer.adam_moments_dtype == "bf16" else FP32
         return BytesHeld(FP32 * trained, self.frozen_bytes * frozen, FP32 * trained, 2 * moment * trained)
-
-    def trained_most(self, pp_rank: int) -> int:
-        """Trained elements of the fullest rank of a pipeline rank, the first one."""
-        return self.held(self.grid.first("pp")[pp_rank]).masters // FP32
 
     @property
     def frozen_bytes(self) -> int:
@@ -144,7 +184,7 @@ class Plan:
         micro-batches, before it: FSDP then accumulates the unsharded fp32 gradients of the whole rank.
         """
         s, model = self.shapes, self.config.model
-        held = self.held(self.grid.first("pp")[pp_rank])
+        held = self.held_most(pp_rank)
         running = [unit for unit in self.rank_units(pp_rank) if unit.runs]
         accumulated = 0
         if self._accumulates:
@@ -160,8 +200,9 @@ class Plan:
             "gradients (shards)": held.gradients,
             "gradients before reduction": max(0, accumulated - held.gradients),
             "gathered weights": self._gathered(pp_rank),
-            "activations": self._kept(pp_rank),
-            "working set of a layer": self._working_set(pp_rank) + self._gradients_on_their_way(pp_rank),
+            "activations": self._once(("kept", pp_rank), lambda: self._kept(pp_rank)),
+            "working set of a layer": self._once(("working", pp_rank), lambda: self._working_set(pp_rank))
+            + self._gradients_on_their_way(pp_rank),
             "logits chunk and head": self._head() if head else 0,
             "communication buffers": reduced * FP32 + sent + crossing,
             "reserve (CUDA, NCCL, fragments)": RESERVE,
@@ -171,6 +212,10 @@ class Plan:
     def _accumulates(self) -> bool:
         """Whether FSDP sums gradients of several micro-batches before it reduces them."""
         return self.config.parallel.grad_sync == "last" and self.schedule.micro_batches > 1
+
+    def fits(self, memory: float) -> bool:
+        """Whether every rank stays within so many bytes."""
+        return all(sum(self.memory(rank).values()) <= memory for rank in range(self.grid.pp))
 
     def peak(self) -> int:
         return max(sum(self.memory(rank).values()) for rank in range(self.grid.pp))

@@ -124,7 +124,7 @@ def _planned_pretraining(config: RunConfig, warnings: list[str]) -> PretrainData
 
 def report(plan: Plan, machine: Machine) -> Iterator[str]:
     """All lines of a plan for these GPUs."""
-    reason = unpredictable(plan)
+    reason = unpredictable(plan.config)
     time = step_time(plan, machine) if reason is None else None
     yield from _layout_lines(plan)
     yield ""
@@ -181,7 +181,7 @@ def _layout_lines(plan: Plan) -> Iterator[str]:
         extra = [name for name, here in zip(("embedding", "MTP", "head"), ends, strict=True) if here]
         units = plan.rank_units(rank)
         dense, experts = (sum(u.elements for u in units if u.expert == kind) for kind in (False, True))
-        mine = plan.held(grid.groups("pp")[0][rank])
+        mine = plan.held_most(rank)
         held = mine.masters // 4 + mine.frozen // plan.frozen_bytes
         yield (
             f"  pp rank {rank}: {len(layers)} layers ({full}){''.join(' + ' + name for name in extra)}, "
@@ -206,7 +206,7 @@ def host_copy(plan: Plan, pp_rank: int) -> int:
     section = plan.config.checkpoint
     if section.save is None or not section.async_save:
         return 0
-    held = plan.held(plan.grid.groups("pp")[0][pp_rank])
+    held = plan.held_most(pp_rank)
     return held.parameters + (0 if section.no_save_optim else held.moments)
 
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_glm.config import RunConfig
 from megatron_glm.config.flops import head_flops
 from megatron_glm.model.glm import carry_fields
 from megatron_glm.parallel.pipeline.layout import MEASURED, REPEATED, Cost, Rates, layer_cost, stage_costs
@@ -60,9 +61,8 @@ class Ledger(defaultdict[str, Spent]):
         return sum(spent.exposed for spent in self.values())
 
 
-def unpredictable(plan: Plan) -> str | None:
+def unpredictable(config: RunConfig) -> str | None:
     """Why the time of this run cannot be predicted: no rates were measured of it. None if it can."""
-    config = plan.config
     if not config.train.bf16:
         return "without --bf16"
     if config.kernels.attention_backend == "torch":
@@ -127,11 +127,17 @@ def step_time(plan: Plan, machine: Machine, optimizer: bool = True) -> StepTime:
     return StepTime(plan, simulation, tuple(by_rank), tuple(ends))
 
 
+def least_work(plan: Plan, machine: Machine) -> float:
+    """Seconds of one micro-batch on a rank that has the whole model: computing and waits for tokens, none for FSDP."""
+    ledgers = _Clock(plan, machine).stage(0)
+    return sum(spent.exposed for ledger in ledgers for kind, spent in ledger.items() if kind not in (FSDP, COPIES))
+
+
 def calibration(plan: Plan, machine: Machine, forward: float, backward: float) -> dict[str, float]:
     """How many times as long as predicted the forwards and the backwards of one GPU's step took, in seconds."""
     if plan.world_size > 1:
         raise ValueError(f"a calibration is of one GPU, there are {plan.world_size} ranks")
-    if reason := unpredictable(plan):
+    if reason := unpredictable(plan.config):
         raise ValueError(f"no calibration: no rates were measured {reason}")
     ways = _Clock(plan, machine).stage(0)
     predicted = [plan.schedule.micro_batches * way.exposed for way in ways]
@@ -145,6 +151,9 @@ class _Clock:
         self.plan, self.machine, self.config = plan, machine, plan.config
         self.parallel, self.grid, self.s = plan.config.parallel, plan.grid, plan.shapes
         self.per_operation = self.s.pack / (self.grid.tp * self.grid.cp) / machine.products
+        self._of_layer: dict[tuple[bool, bool], tuple[Ledger, Ledger]] = {}
+        self._of_unit: dict[tuple[str, int, int], tuple[Ledger, Ledger]] = {}
+        self._sizes: dict[str, tuple[int, int]] = {}
         self.reductions = 1 if self.parallel.grad_sync == "last" else plan.schedule.micro_batches
 
     @cached_property
@@ -157,11 +166,12 @@ class _Clock:
         """One micro-batch's forward and backward of a virtual stage."""
         stage = self.plan.layout.stages[number]
         forward, backward = self._computing(number)
-        for layer in stage.layers:
-            self._transfers(layer, forward, backward)
-        for unit in self.plan.units(stage):
-            if unit.runs:
-                self._fsdp(unit, forward, backward)
+        model = self.config.model
+        parts = [self._transfers(model.is_moe(layer), model.has_indexer(layer), layer) for layer in stage.layers]
+        parts += [self._fsdp(unit) for unit in self.plan.units(stage) if unit.runs]
+        for there, back in parts:
+            forward.add_all(there, 1)
+            backward.add_all(back, 1)
         for passed, ledger in ((0, forward), (1, backward)):
             if seconds := self._messages(number)[passed]:
                 ledger.add(MESSAGES, 2 * seconds, seconds)  # the sender goes on meanwhile
@@ -200,25 +210,33 @@ class _Clock:
         costs = self._costs[0][number]
         return costs[2] * self.per_operation * self.machine.backward if len(costs) == 3 else 0.0
 
-    def _transfers(self, layer: int, forward: Ledger, backward: Ledger) -> None:
-        """What one layer's ranks send to each other, all of it waited for. A backward sends as much back."""
+    def _transfers(self, moe: bool, indexer: bool, layer: int) -> tuple[Ledger, Ledger]:
+        """What the ranks of one layer of a kind send to each other, all of it waited for. A backward sends it back."""
+        if (moe, indexer) in self._of_layer:
+            return self._of_layer[moe, indexer]
+        forward, backward = self._of_layer[moe, indexer] = Ledger(), Ledger()
         repeats = REPEATED[self.parallel.recompute_granularity] > 0
         for (axis, _), sent in layer_traffic(self.plan, layer).items():
             seconds, kind = self.seconds(axis, sent), TRANSFERS[axis]
             forward.add(kind, seconds)
             # The recomputation of a layer ends before its tokens go back from the experts.
             backward.add(kind, seconds * (1 + repeats * (0.5 if kind == EXPERTS else 1.0)))
-        if self.grid.ep > 1 and self.config.model.is_moe(layer):
+        if self.grid.ep > 1 and moe:
             forward.add(EXPERTS, EXPERTS_WAIT)
             backward.add(EXPERTS, EXPERTS_WAIT * (1 + repeats))
+        return forward, backward
 
-    def _fsdp(self, unit: FsdpUnit, forward: Ledger, backward: Ledger) -> None:
+    def _fsdp(self, unit: FsdpUnit) -> tuple[Ledger, Ledger]:
         """Gathers of a unit's weights and reductions of its gradients that every micro-batch has.
 
         FSDP2 casts its shard, copies it into a buffer and copies out what it has gathered: 4 + 10 / n bytes of passes a
         weight on n ranks, in bf16. Whole weights that do not stay are copied from their masters.
         """
         axis, n = self._group(unit)
+        key = unit.kind, unit.elements, unit.trained_elements
+        if key in self._of_unit:
+            return self._of_unit[key]
+        forward, backward = self._of_unit[key] = Ledger(), Ledger()
         every = self.plan.schedule.micro_batches > 1 and unit.expert  # sums of several bf16 gradients are fp32
         if n == 1:
             if self._reshards(unit):
@@ -227,7 +245,7 @@ class _Clock:
                     backward.add(COPIES, 6 * unit.trained_elements / self.machine.copies)
             if every:
                 backward.add(COPIES, 10 * unit.trained_elements / self.machine.copies)
-            return
+            return forward, backward
         if self._gathers_each(unit):
             self._gather(unit, axis, n, forward)
             if self._reshards(unit) and not unit.vocabulary:
@@ -236,6 +254,7 @@ class _Clock:
             self._reduce(unit, axis, n, backward)
         elif every:
             backward.add(COPIES, 10 * unit.trained_elements / self.machine.copies)
+        return forward, backward
 
     def once(self, rank: int, optimizer: bool) -> Ledger:
         """What a pipeline rank does once a step."""
@@ -248,7 +267,9 @@ class _Clock:
                 if self.reductions == 1:
                     self._reduce(unit, axis, n, ledger)
         if optimizer:
-            moved = OPTIMIZER_BYTES[self.config.optimizer.adam_moments_dtype] * self.plan.trained_most(rank)
+            moved = (
+                OPTIMIZER_BYTES[self.config.optimizer.adam_moments_dtype] * self.plan.held_most(rank).masters // FP32
+            )
             ledger.add(OPTIMIZER, moved / self.machine.copies)
         return ledger
 
@@ -305,10 +326,12 @@ class _Clock:
         Tokens go to all ranks, those of its node first. A ring passes each node by as many adapters as it has ranks
         there: 8 ranks a node cross at eight times a GPU's rate.
         """
-        ranks = self.plan.grid.first(axis)
-        near = sum(rank // self.plan.gpus_per_node == ranks[0] // self.plan.gpus_per_node for rank in ranks)
+        if axis not in self._sizes:
+            ranks = self.plan.grid.first(axis)
+            self._sizes[axis] = len(ranks), sum(rank < self.plan.gpus_per_node for rank in ranks)
+        size, near = self._sizes[axis]
         nvlink, nic = self.machine.nvlink, self.machine.nic
         if TRANSFERS.get(axis) == EXPERTS and self.parallel.moe_token_dispatcher_type != "allgather":
-            inside = (near - 1) / (len(ranks) - 1)
+            inside = (near - 1) / (size - 1)
             return sent * (inside / nvlink + (1 - inside) / nic)
-        return sent / nvlink if near == len(ranks) else max(sent / nvlink if near > 1 else 0.0, sent / near / nic)
+        return sent / nvlink if near == size else max(sent / nvlink if near > 1 else 0.0, sent / near / nic)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property, lru_cache
 
 from megatron_glm.config import ModelConfig
 from megatron_glm.config.parameters import Parameter, model_parameters
@@ -36,18 +36,22 @@ class FsdpUnit:
         """Whether it is a matrix of the vocabulary, which no backward gathers."""
         return self.kind in ("embedding", "head")
 
-    @property
+    @cached_property
     def trained_elements(self) -> int:
         return sum(map(math.prod, self.trained))
 
-    @property
+    @cached_property
     def elements(self) -> int:
         return self.trained_elements + sum(map(math.prod, self.frozen))
 
     def shard(self, index: int, size: int) -> tuple[int, int]:
         """(trained, frozen) elements that rank `index` of `size` holds: chunks of ceil(rows / size) along one dim."""
-        trained, frozen = (sum(_shard(s, index, size) for s in shapes) for shapes in (self.trained, self.frozen))
-        return trained, frozen
+        return _shards(self.trained, index, size), _shards(self.frozen, index, size)
+
+
+@lru_cache(maxsize=8192)
+def _shards(shapes: tuple[tuple[int, ...], ...], index: int, size: int) -> int:
+    return sum(_shard(shape, index, size) for shape in shapes)
 
 
 def _shard(shape: tuple[int, ...], index: int, size: int) -> int:
@@ -56,35 +60,39 @@ def _shard(shape: tuple[int, ...], index: int, size: int) -> int:
     return max(0, min(rows, shape[dim] - index * rows)) * (math.prod(shape) // shape[dim])
 
 
-@cache
 def stage_units(model: ModelConfig, grid: Grid, stage: Stage, parts: frozenset[str] = TRUNK) -> tuple[FsdpUnit, ...]:
     """The FSDP units of one virtual stage where these parts are trained; see `fsdp.shard_chunk`."""
-    units: dict[tuple[int | None, str], list[Parameter]] = {}
-    for parameter in model_parameters(model).values():
-        if parameter.kind != "buffer" and _holds(stage, parameter, "mtp" in parts):
-            units.setdefault((parameter.layer, parameter.fsdp_unit), []).append(parameter)
-    return tuple(_unit(model, grid, kind, members, parts) for (_, kind), members in units.items())
+    layers = (*stage.layers, *(model.mtp_layer_ids if stage.mtp else ()))
+    units = [unit for layer in layers for unit in _units(model, grid.tp, grid.ep, layer, parts)]
+    embedding = stage.embedding or (stage.mtp and "mtp" in parts)  # which the MTP layer needs where it is trained
+    ends = _units(model, grid.tp, grid.ep, None, parts)
+    return (*units, *(unit for unit in ends if (embedding if unit.kind == "embedding" else stage.head)))
 
 
-def _holds(stage: Stage, parameter: Parameter, predicts: bool) -> bool:
-    """predicts: the MTP layer is trained, so that its stage has a copy of the embedding."""
-    if parameter.part == "embedding":
-        return stage.embedding or (stage.mtp and predicts)
-    if parameter.layer is None:
-        return stage.head
-    return stage.mtp if parameter.mtp else parameter.layer in stage.layers
+@lru_cache(maxsize=8192)
+def _units(model: ModelConfig, tp: int, ep: int, layer: int | None, parts: frozenset[str]) -> tuple[FsdpUnit, ...]:
+    """Those of a layer, or of what is in none."""
+    members: dict[str, list[Parameter]] = {}
+    for parameter in _parameters(model, layer):
+        members.setdefault(parameter.fsdp_unit, []).append(parameter)
+    return tuple(_unit(model, tp, ep, kind, each, parts) for kind, each in members.items())
 
 
-def _unit(model: ModelConfig, grid: Grid, kind: str, members: list[Parameter], parts: frozenset[str]) -> FsdpUnit:
+@lru_cache(maxsize=1024)
+def _parameters(model: ModelConfig, layer: int | None) -> tuple[Parameter, ...]:
+    return tuple(p for p in model_parameters(model).values() if p.layer == layer and p.kind != "buffer")
+
+
+def _unit(model: ModelConfig, tp: int, ep: int, kind: str, members: list[Parameter], parts: frozenset[str]) -> FsdpUnit:
     shapes: dict[bool, list[tuple[int, ...]]] = {True: [], False: []}
     for parameter in members:
-        shapes[is_trained(model, parameter.name, parts)].append(_local_shape(parameter, grid))
+        shapes[is_trained(model, parameter.name, parts)].append(_local_shape(parameter, tp, ep))
     runs = not members[0].mtp or "mtp" in parts
     return FsdpUnit(kind, runs, tuple(shapes[True]), tuple(shapes[False]))
 
 
-def _local_shape(parameter: Parameter, grid: Grid) -> tuple[int, ...]:
+def _local_shape(parameter: Parameter, tp: int, ep: int) -> tuple[int, ...]:
     """What tensor and expert parallelism leave to a rank, padding of the vocabulary included."""
     shape = parameter.shape
-    dim, ranks = (0, grid.ep) if parameter.part == "experts" else (parameter.tp_dim, grid.tp)
+    dim, ranks = (0, ep) if parameter.part == "experts" else (parameter.tp_dim, tp)
     return shape if dim is None else (*shape[:dim], -(-shape[dim] // ranks), *shape[dim + 1 :])

@@ -93,6 +93,8 @@ def known_flags(script: str, flags: list[str]) -> None:
         return
     if script == "tools/plot_log.py":
         runpy.run_path(str(ROOT / script))["build_parser"]().parse_args(flags)
+    elif flags[:1] == ["search"]:
+        runpy.run_path(str(ROOT / script))["search_parser"]().parse_args(flags[1:])
     elif script in ("finetune_glm.py", "pretrain_glm.py", "tools/plan.py"):
         build_parser(data=PretrainDataConfig if script == "pretrain_glm.py" else DataConfig).parse_args(flags)
     elif script in ("tools/convert_hf.py", "tools/benchmark.py", "tools/rehearse_start.py", "tools/rehearse_save.py"):

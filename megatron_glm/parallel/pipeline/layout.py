@@ -7,8 +7,10 @@ Layers come in model order: E first, then t, then m, then L last. `m` may be lef
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -121,7 +123,7 @@ def build_layout(parallel: ParallelConfig, model: ModelConfig, seq_length: int, 
         raise ValueError(f"{PP_FLAG} {pp} exceeds the {layers} layers of the model")
     chunks = 1
     if text == "auto":
-        return _from_sizes(_auto_sizes(parallel, model, seq_length, micro_batches), pp, model)
+        return _from_sizes(auto_sizes(parallel, model, seq_length, micro_batches)[0][1], pp, model)
     if per_stage is not None:
         chunks = layers // (pp * per_stage)
         if chunks == 0:
@@ -261,7 +263,7 @@ def layer_cost(model: ModelConfig, layer: int, seq_length: int, parallel: Parall
     return forward, backward - weights + again, weights
 
 
-def _costs(sizes: tuple[int, ...], layers: list[Cost], head: Cost) -> list[Cost]:
+def _costs(sizes: Sequence[int], layers: list[Cost], head: Cost) -> list[Cost]:
     costs, first = [], 0
     for stage, size in enumerate(sizes):
         parts = layers[first : first + size] + [head] * (stage == len(sizes) - 1)
@@ -270,17 +272,31 @@ def _costs(sizes: tuple[int, ...], layers: list[Cost], head: Cost) -> list[Cost]
     return costs
 
 
-@lru_cache
-def _auto_sizes(parallel: ParallelConfig, model: ModelConfig, seq_length: int, micro_batches: int) -> tuple[int, ...]:
-    """Stage sizes of least simulated time, over 1 to AUTO_MAX_CHUNKS chunks a rank, by local search.
+def auto_sizes(
+    parallel: ParallelConfig, model: ModelConfig, seq_length: int, micro_batches: int, budget: int = AUTO_BUDGET
+) -> list[tuple[float, tuple[int, ...]]]:
+    """(simulated time, stage sizes) for 1 to AUTO_MAX_CHUNKS chunks a rank, by local search, the fastest first.
 
     Each search starts twice: from the even split, and with the head alone on the last stage; a move takes one layer
     from a stage and gives it to another. More micro-batches than two rounds are not simulated: the idle time at both
-    ends does not depend on them.
+    ends does not depend on them. `budget`: simulated actions in all.
     """
+    pp = parallel.pipeline_model_parallel_size
+    pipeline = ParallelConfig(
+        pipeline_model_parallel_size=pp,
+        microbatch_group_size_per_vp_stage=parallel.microbatch_group_size_per_vp_stage,
+        pipeline_schedule=parallel.pipeline_schedule,
+        recompute_granularity=parallel.recompute_granularity,
+    )  # all that matters here: runs that differ elsewhere share the search
+    return _auto_sizes(pipeline, model, seq_length, min(micro_batches, 2 * pp), budget)
+
+
+@lru_cache(maxsize=256)
+def _auto_sizes(
+    parallel: ParallelConfig, model: ModelConfig, seq_length: int, micro_batches: int, budget: int
+) -> list[tuple[float, tuple[int, ...]]]:
     layers, head = _layer_costs(model, seq_length, parallel, MEASURED)
     pp, group_size = parallel.pipeline_model_parallel_size, parallel.microbatch_group_size_per_vp_stage
-    micro_batches = min(micro_batches, 2 * pp)
     options = range(1, 1 + (min(AUTO_MAX_CHUNKS, len(layers) // pp) if pp > 1 else 1))
     found = []
     for chunks in options:
@@ -288,9 +304,16 @@ def _auto_sizes(parallel: ParallelConfig, model: ModelConfig, seq_length: int, m
         schedule = build_schedule(pp, chunks, micro_batches, group_size, name=parallel.pipeline_schedule)
         steps = check_schedule(schedule)
         starts = {even_sizes(len(layers), stages), even_sizes(len(layers), max(1, stages - 1)) + (0,) * (stages > 1)}
-        for start in sorted(starts):
-            found.append(_descend(start, steps, layers, head, AUTO_BUDGET // (2 * len(options))))
-    return min(found)[1]
+        found.append(min(_descend(start, steps, layers, head, budget // (2 * len(options))) for start in starts))
+    return sorted(found)
+
+
+def layout_string(sizes: Sequence[int]) -> str:
+    """The layout string of two or more stages of these sizes, the embedding in the first and the head in the last."""
+    first, *inner, last = [f"t*{size}" if size > 1 else "t" * size for size in sizes]
+    runs = [(text, len(list(group))) for text, group in itertools.groupby(inner)]
+    middle = "".join(f"({text}|)*{count}" if count > 1 else f"{text}|" for text, count in runs)
+    return f"E{first}|{middle}{last}L"
 
 
 def _descend(
@@ -298,7 +321,7 @@ def _descend(
 ) -> tuple[float, tuple[int, ...]]:
     """First-improvement descent from `sizes` until no move helps or `budget` actions are simulated."""
 
-    def makespan(candidate: tuple[int, ...]) -> float:
+    def makespan(candidate: Sequence[int]) -> float:
         return max(end_times(steps, flat_costs(_costs(candidate, layers, head))))
 
     time = makespan(sizes)
@@ -312,7 +335,7 @@ def _descend(
             candidate = list(sizes)
             candidate[source] -= 1
             candidate[target] += 1
-            new = makespan(tuple(candidate))
+            new = makespan(candidate)
             budget -= len(steps)
             if new < time:
                 sizes, time, since = tuple(candidate), new, 0

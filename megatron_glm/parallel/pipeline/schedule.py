@@ -121,7 +121,7 @@ class Schedule:
                 yield effect[1]
 
 
-@lru_cache(maxsize=8)  # each step asks again
+@lru_cache(maxsize=64)  # each step asks again
 def build_schedule(
     pp: int,
     chunks: int,
@@ -219,7 +219,7 @@ class Step(NamedTuple):
     cost: int  # where its time is in a list of the times of stage 0's F, B and W, stage 1's, …
 
 
-@lru_cache(maxsize=8)  # each step asks again
+@lru_cache(maxsize=64)  # each step asks again
 def check_schedule(schedule: Schedule) -> tuple[Step, ...]:
     """Every action exactly once and after its cause, with no rank waiting for ever: all of it in one valid order.
 

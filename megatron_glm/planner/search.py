@@ -1,0 +1,302 @@
+"""The layouts of a run on given GPUs that fit, the fastest first.
+
+A base cuts the model and its tokens: TP, CP, PP, EP and the micro-batch. `least_work` bounds the time of its step from
+below, and bases are planned in the order of these bounds until one is above the times of all results. Of a base's
+settings (recomputation, resharding, …) each moves memory against time: of those that fit, the ones are timed that no
+other beats in every setting.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from megatron_glm.config import LARGEST_BF16_BETA, OptimizerConfig, RunConfig, flag_name
+from megatron_glm.parallel.pipeline.layout import AUTO_BUDGET, AUTO_MAX_CHUNKS, auto_sizes, layout_string
+from megatron_glm.planner.machine import Machine
+from megatron_glm.planner.plan import GIB, Plan
+from megatron_glm.planner.time import StepTime, least_work, step_time
+
+ROWS = 4096  # of a rank's micro-batch: the rates were measured from so many on; fewer only where nothing else fits
+FEWEST_ROWS = 1024
+MOST_ROWS = 32768  # measured up to here
+LARGEST_TP = 8
+# bf16 moments round, and need another beta: they must make a step so much faster.
+ROUNDING_PAYS = 1.02
+SIZES = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "micro_batch_size",
+)
+# Settings from the fastest value to the one that needs the least memory.
+RECOMPUTE = "recompute_granularity"
+SETTINGS: dict[str, tuple[Any, ...]] = {
+    "reshard_after_forward": (False, True),
+    "reshard_experts_after_forward": (False, True),
+    "grad_sync": ("last", "every"),
+}
+LEAST = {name: values[-1] for name, values in SETTINGS.items()}
+DISPATCH = ("moe_token_dispatcher_type", "expert_node_size")
+STAGES = ("pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage")
+
+
+class Base(NamedTuple):
+    """One choice of `SIZES`."""
+
+    tp: int
+    cp: int
+    pp: int
+    ep: int
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """A layout that fits, and its time."""
+
+    base: Base
+    time: StepTime
+    peak: int
+
+    @property
+    def order(self) -> tuple[float, int]:
+        rounds = self.time.plan.config.optimizer.adam_moments_dtype == "bf16"
+        return self.time.seconds * (ROUNDING_PAYS if rounds else 1.0), self.peak
+
+
+class Search:
+    """One search.
+
+    Args:
+        config: of a run on `world_size` ranks; its fields named in `given` stay as they are.
+        wanted: how many results, each of another base.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        given: frozenset[str],
+        world_size: int,
+        gpus_per_node: int,
+        machine: Machine,
+        wanted: int,
+    ) -> None:
+        self.config, self.given, self.machine, self.wanted = config, given, machine, wanted
+        self.world_size, self.gpus_per_node = world_size, gpus_per_node
+        self.refusal = ""  # of the first base that cannot be
+        self.nearest: tuple[int, Plan] | None = None  # of all that do not fit
+
+    def run(self) -> list[Result]:
+        """The best results, the fastest first.
+
+        Raises:
+            ValueError: no layout is legal, or none fits; then with the nearest one and what it lacks.
+        """
+        for fewest, most in ((ROWS, MOST_ROWS), (FEWEST_ROWS, ROWS - 1), (1, 2**40)):
+            if most < 2**40 or self.nearest is None:  # beyond all that was measured only where nothing else is legal
+                if found := self._best(fewest, most):
+                    return found
+        if self.nearest is None:
+            raise ValueError(f"no layout is possible on {self.world_size} GPUs: {self.refusal or self._why_none()}")
+        peak, plan = self.nearest
+        more, flags = (peak - self.machine.memory) / GIB, " ".join(layout_flags(plan.config))
+        raise ValueError(
+            f"no layout fits {self.world_size} GPUs of {self.machine.memory / GIB:.1f} GiB; the nearest needs "
+            f"{peak / GIB:.1f} GiB, {more:.1f} more: {flags}"
+        )
+
+    def _why_none(self) -> str:
+        """What a run says of the sizes that were given, alone."""
+        sections = self.config.parallel, self.config.train
+        values = {name: value for section in sections for name, value in vars(section).items()}
+        self._plan(self._configured(Base(*(values[name] if name in self.given else 1 for name in SIZES)), "full", None))
+        return self.refusal or "no axes divide the ranks, the experts and --global-batch-size"
+
+    def _best(self, fewest: int, most: int) -> list[Result]:
+        found: dict[Base, Result] = {}
+        bounds = sorted((bound, base) for base, bound in self._bounds(fewest, most))
+        for bound, base in bounds:
+            if bound > self._limit(found):
+                break
+            for result in self._of_base(base, found):
+                if base not in found or result.order < found[base].order:
+                    found[base] = result
+        best = sorted(found.values(), key=lambda result: result.order)[: self.wanted]
+        return sorted(map(self._with_auto, best), key=lambda result: result.time.seconds)
+
+    def _limit(self, found: dict[Base, Result]) -> float:
+        """Seconds above which no step is among the results any more."""
+        times = sorted(result.time.seconds for result in found.values())
+        return times[self.wanted - 1] if len(times) >= self.wanted else float("inf")
+
+    # Bases
+
+    def _options(self, field: str, section: Any, values: Iterator[int] | list[int]) -> list[int]:
+        return [getattr(section, field)] if field in self.given else list(values)
+
+    def _bases(self, fewest: int, most: int) -> Iterator[Base]:
+        """All that divide ranks, experts, layers and batch, with so many rows in a rank's micro-batch."""
+        world, model, parallel, train = self.world_size, self.config.model, self.config.parallel, self.config.train
+        length, batch = self.config.data.seq_length, train.global_batch_size
+        powers = [2**i for i in range(20)]
+        axes = (
+            self._options(SIZES[0], parallel, [n for n in powers if n <= min(LARGEST_TP, self.gpus_per_node)]),
+            self._options(SIZES[1], parallel, [n for n in powers if n <= world]),
+            self._options(SIZES[2], parallel, _divisors(world)),
+            self._options(SIZES[3], parallel, _divisors(model.n_routed_experts)),
+            self._options(SIZES[4], train, [n for n in powers if n <= batch]),
+        )
+        for base in itertools.starmap(Base, itertools.product(*axes)):
+            ranks = base.tp * base.cp * base.pp
+            rows = base.micro_batch * length // (base.tp * base.cp)
+            if not fewest <= rows <= most and not ({*SIZES[:2], *SIZES[4:]} <= self.given):
+                continue
+            if base.cp > 1 and base.micro_batch > 1 and not {SIZES[1], SIZES[4]} & self.given:
+                continue  # half of both has the same rows, and gathers less
+            whole = world % ranks == 0 and world // base.pp % base.ep == 0 and base.pp <= model.num_hidden_layers
+            if whole and batch % (base.micro_batch * (world // ranks)) == 0:
+                yield base
+
+    def _bounds(self, fewest: int, most: int) -> Iterator[tuple[Base, float]]:
+        """Bases that can be, with seconds that a step takes at least."""
+        work: dict[Base, float | None] = {}
+        for base in self._bases(fewest, most):
+            whole = base._replace(pp=1)
+            if whole not in work:
+                plan = self._plan(self._configured(whole, "none", None))
+                work[whole] = None if plan is None else least_work(plan, self.machine)
+            if (each := work[whole]) is not None:
+                count = self._micro_batches(base)
+                chunks = min(AUTO_MAX_CHUNKS, self.config.model.num_hidden_layers // base.pp)
+                # Filling and draining take pp - 1 stages; a cut by layers may make the ends shorter.
+                yield base, each / base.pp * (count + 0.8 * (base.pp - 1) / chunks)
+
+    # One base
+
+    def _of_base(self, base: Base, found: dict[Base, Result]) -> Iterator[Result]:
+        """From the recomputation that needs the least memory on: where it does not fit, none that keeps more does."""
+        granularities = ("full", "selective", "none")
+        if RECOMPUTE in self.given:
+            granularities = (self.config.parallel.recompute_granularity,)
+        for granularity in granularities:
+            fits, kept = False, []
+            for number, layout in enumerate(self._cuts(base, granularity)):
+                least = self._plan(self._configured(base, granularity, layout))
+                if least is not None and self._fits(least):
+                    fits = True
+                    for plan in self._fitting(least, number, kept):
+                        time = step_time(plan, self.machine)
+                        if time.seconds <= self._limit(found):
+                            yield Result(base, time, plan.peak())
+            if not fits:
+                return
+
+    def _cuts(self, base: Base, granularity: str) -> list[str | None]:
+        """Layouts of virtual stages: the fastest, and those with fewer of them, which keep less."""
+        if base.pp == 1 or set(STAGES) & self.given:
+            return [None]
+        parallel = self._configured(base, granularity, None).parallel
+        length, count = self.config.data.seq_length, self._micro_batches(base)
+        cuts: list[str | None] = []
+        fewest = math.inf
+        for _, sizes in auto_sizes(parallel, self.config.model, length, count, AUTO_BUDGET // 16):
+            if len(sizes) < fewest and (len(sizes) == base.pp or len(sizes) <= 0.7 * fewest):
+                cuts, fewest = [*cuts, layout_string(sizes)], len(sizes)
+        return cuts
+
+    def _with_auto(self, result: Result) -> Result:
+        """The same with the cut of `auto`, which takes longer to find, if that is better."""
+        config = result.time.plan.config
+        if result.base.pp == 1 or set(STAGES) & self.given:
+            return result
+        parallel = replace(config.parallel, pipeline_model_parallel_layout="auto")
+        plan = self._plan(replace(config, parallel=parallel))
+        if plan is None or not plan.fits(self.machine.memory):
+            return result
+        other = Result(result.base, step_time(plan, self.machine), plan.peak())
+        return min(result, other, key=lambda each: each.order)
+
+    def _micro_batches(self, base: Base) -> int:
+        return self.config.train.global_batch_size * base.tp * base.cp * base.pp // base.micro_batch // self.world_size
+
+    def _fits(self, plan: Plan) -> bool:
+        if fits := plan.fits(self.machine.memory):
+            return fits
+        if (peak := plan.peak()) and (self.nearest is None or peak < self.nearest[0]):
+            self.nearest = peak, plan
+        return False
+
+    def _fitting(self, least: Plan, cut: int, kept: list[tuple[int, ...]]) -> Iterator[Plan]:
+        """Plans of faster settings that fit.
+
+        kept: choices that fit, of this cut (its number comes first) and of faster ones; what is not better than one of
+        them in anything is left out.
+        """
+        parallel, optimizer = self.config.parallel, self.config.optimizer
+        moments = [optimizer] if least.config.optimizer == optimizer else [optimizer, least.config.optimizer]
+        values = [[getattr(parallel, n)] if n in self.given else options for n, options in SETTINGS.items()]
+        choices = itertools.product(range(len(moments)), *(range(len(options)) for options in values))
+        for choice in sorted(((cut, *choice) for choice in choices), key=sum):
+            if any(all(a <= b for a, b in zip(other, choice, strict=True)) for other in kept):
+                continue
+            chosen = {name: options[i] for name, options, i in zip(SETTINGS, values, choice[2:], strict=True)}
+            config = replace(least.config, optimizer=moments[choice[1]])
+            plan = least.with_settings(replace(config, parallel=replace(config.parallel, **chosen)))
+            if plan.fits(self.machine.memory):
+                kept.append(choice)
+                yield plan
+
+    def _configured(self, base: Base, granularity: str, layout: str | None) -> RunConfig:
+        """The run in this base and cut, with the settings that need the least memory; what was given stays."""
+        config, given = self.config, self.given
+        fields: dict[str, Any] = dict(zip(SIZES[:4], base[:4], strict=True)) | {"sequence_parallel": base.tp > 1}
+        fields |= {n: value for n, value in [(RECOMPUTE, granularity), *LEAST.items()] if n not in given}
+        if "moe_token_dispatcher_type" not in given:
+            spans = base.ep > self.gpus_per_node and base.ep % self.gpus_per_node == 0
+            fields["moe_token_dispatcher_type"] = "hybrid" if spans else "alltoall"
+            fields["expert_node_size"] = self.gpus_per_node if spans else None
+        if base.pp == 1:
+            fields |= dict.fromkeys(STAGES)
+        elif layout is not None:
+            fields["pipeline_model_parallel_layout"] = layout
+        train = replace(config.train, micro_batch_size=base.micro_batch)
+        optimizer = config.optimizer if "adam_moments_dtype" in given else _narrow(config.optimizer, given)
+        return replace(config, parallel=replace(config.parallel, **fields), optimizer=optimizer, train=train)
+
+    def _plan(self, config: RunConfig) -> Plan | None:
+        """None, and the first reason is kept, if these ranks cannot run it."""
+        try:
+            return Plan.create(config, self.world_size, self.gpus_per_node)
+        except ValueError as error:
+            self.refusal = self.refusal or str(error)
+            return None
+
+
+def _narrow(optimizer: OptimizerConfig, given: frozenset[str]) -> OptimizerConfig:
+    """With moments in bf16, and a beta that they can follow where none was given; as it is where they cannot."""
+    if max(optimizer.adam_beta1, optimizer.adam_beta2) <= LARGEST_BF16_BETA:
+        return replace(optimizer, adam_moments_dtype="bf16")
+    if optimizer.adam_beta1 > LARGEST_BF16_BETA or "adam_beta2" in given:
+        return optimizer
+    return replace(optimizer, adam_moments_dtype="bf16", adam_beta2=0.95)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def layout_flags(config: RunConfig) -> list[str]:
+    """The flags of what is searched, as a command line has them."""
+    parallel, optimizer = config.parallel, config.optimizer
+    fields: dict[str, Any] = {n: getattr(parallel, n) for n in (*SIZES[:4], RECOMPUTE, *SETTINGS, *STAGES, *DISPATCH)}
+    fields["micro_batch_size"] = config.train.micro_batch_size
+    if optimizer.adam_moments_dtype == "bf16":
+        fields |= {n: getattr(optimizer, n) for n in ("adam_beta2", "adam_moments_dtype")}
+    given = {flag_name(name): str(value) for name, value in fields.items() if value is not None}
+    words = [word.lower() if word in ("True", "False") else word for pair in given.items() for word in pair]
+    return words + ["--sequence-parallel"] * parallel.sequence_parallel
