@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The whole job on a laptop in minutes: make a small random GLM-5.2 and a chat dataset, convert, fine-tune with packing,
-# convert back, and check the result against transformers.
+# convert back, check the result against transformers, and let it answer a question.
 #   bash examples/quickstart.sh [FOLDER]      default: quickstart_output; QUICKSTART_ITERS sets the length
 set -euo pipefail
 case ${1:-} in
@@ -70,10 +70,20 @@ else
   echo "transformers is not installed: not compared"
 fi
 
-step "done"
-"$python" - "$out/train.log.jsonl" <<'SUMMARY'
+step "let it answer a question"
+"$python" - "$out/valid.jsonl" >"$out/prompt.jsonl" <<'PROMPT'
 import json, sys
-log = [record for record in map(json.loads, open(sys.argv[1])) if "iteration" in record]
+question = json.loads(open(sys.argv[1]).readline())["messages"][0]
+print(json.dumps({"messages": [question]}))
+PROMPT
+"$python" tools/generate.py --load "$out/trained" --prompt-file "$out/prompt.jsonl" --max-new-tokens 40 \
+  "${attention[@]}" >"$out/answer.jsonl" 2>"$out/generate.log" || { cat "$out/generate.log" >&2 && exit 1; }
+
+step "done"
+"$python" - "$out" <<'SUMMARY'
+import json, sys
+folder = sys.argv[1]
+log = [record for record in map(json.loads, open(f"{folder}/train.log.jsonl")) if "iteration" in record]
 middle = sorted(log, key=lambda record: record["tokens_per_second_per_gpu"])[len(log) // 2]
 memory = max(record.get("peak_memory_bytes", 0) for record in log)
 last = [record["lm_loss"] for record in log[-10:]]
@@ -82,6 +92,8 @@ print(f"validation loss  {log[-1]['valid_lm_loss']:.3f}")
 speed, rate = middle["tokens_per_second_per_gpu"], 1000 * middle["tflops_per_gpu"]
 print(f"speed            {speed:.0f} tokens/s, {rate:.2f} GFLOP/s (median)")
 print(f"memory           {memory / 2**30:.2f} GiB at the peak")
+print("question        ", json.load(open(f"{folder}/prompt.jsonl"))["messages"][0]["content"])
+print("its answer      ", " ".join(json.load(open(f"{folder}/answer.jsonl"))["text"].split()))
 SUMMARY
 cat <<END
 checkpoint       $out/trained

@@ -226,7 +226,7 @@ def build_parser(description: str | None = None, data: DataSection = DataConfig)
         group = parser.add_argument_group(name)
         hints = typing.get_type_hints(section)
         for field in dataclasses.fields(section):
-            _add_flag(group, flag_name(field.name), field, hints[field.name])
+            add_flag(group, flag_name(field.name), field, hints[field.name])
     group = parser.add_argument_group("model", "the shape comes from --hf-config, else from --load or --load-hf")
     group.add_argument("--hf-config", metavar="DIR|PRESET", help="folder with a config.json, or glm5, glm5.1, glm5.2 …")
     hints = typing.get_type_hints(ModelConfig)
@@ -324,7 +324,7 @@ def _require_same_model(source: str, flag: str, checkpoint: Path, overrides: dic
             )
 
 
-def _add_flag(group: Any, flag: str, field: dataclasses.Field, hint: Any) -> None:
+def add_flag(group: Any, flag: str, field: dataclasses.Field, hint: Any) -> None:
     """One flag of a section; its type says how it is read, and a default that means something is shown."""
     default, text = field.default, field.metadata["help"]
     if default is not None and default is not False and default != ():

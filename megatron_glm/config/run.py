@@ -45,7 +45,12 @@ class RunConfig:
 
     @property
     def trained_parts(self) -> frozenset[str]:
-        """What this run trains, of "trunk" (all that computes the next token), "indexer" and "mtp"."""
+        """What this run trains, of "trunk" (all that computes the next token), "indexer" and "mtp".
+
+        Nothing with --eval-only: all weights are then held in the checkpoint's dtype.
+        """
+        if self.train.eval_only:
+            return frozenset()
         stages = {"off": {"trunk"}, "warmup": {"indexer"}, "sparse": {"trunk", "indexer"}}
         if self.losses.train_only is not None:
             return frozenset({self.losses.train_only})

@@ -164,6 +164,20 @@ class ChatTemplate:
         assert found is not None, "the first probe renders, or raises"
         return found
 
+    def render_prompt(self, messages: list[dict], tools: list | None = None, **variables: Any) -> str:
+        """The text of a conversation and the beginning of the assistant's next turn.
+
+        Raises ValueError if a turn cannot be found, or a string of a message is not in its part of the text.
+        """
+        text = self.render(messages, tools, add_generation_prompt=True, **variables)
+        tokens = list(_ROLE_TOKEN.finditer(text))
+        opening = [k for k, token in enumerate(tokens) if token.group() == ASSISTANT]
+        turns = sum(message["role"] == "assistant" for message in messages)
+        if len(opening) != turns + 1:
+            raise ValueError(f"the chat template renders {turns} assistant turns with {len(opening) - 1} {ASSISTANT}")
+        _check_rendered(text, messages, [(tokens[k].end(), tokens[k + 1].start()) for k in opening[:-1]])
+        return text
+
     def render_targets(
         self, messages: list[dict], tools: list | None = None, **variables: Any
     ) -> tuple[str, list[Span]]:

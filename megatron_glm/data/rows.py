@@ -18,7 +18,7 @@ from .files import RawRow, check_unicode
 from .ids import TokenRow
 from .keys import HARMLESS, Notes, is_switch, switched_on
 from .kinds import ALPACA, HELLASWAG, TEXT, TOKENS, is_chat, parse_row
-from .messages import functions_as_tools, parsed, read_conversation
+from .messages import Conversation, functions_as_tools, parsed, read_conversation
 from .report import RowReport
 from .tokenizer import END_OF_TEXT, Tokenizer
 
@@ -217,6 +217,21 @@ class RowReader:
 
     def _chat(self, row: dict, kind: tuple[str, ...], notes: Notes, used: set[str]) -> TextRow:
         """Adds to `used` the columns that it read."""
+        chat, settings, first_trained = self.conversation(row, kind, notes, used)
+        text, targets = self.template.render_targets(chat.messages, chat.tools, **settings)
+        turns = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
+        if self.settings.train_on_last_turn_only:
+            first_trained = max(first_trained, *turns[-1:], 0)
+        wanted = [span for i, span in zip(turns, targets, strict=True) if chat.trained[i] and i >= first_trained]
+        return TextRow(text, wanted, end_of_text=False)
+
+    def conversation(
+        self, row: dict, kind: tuple[str, ...], notes: Notes, used: set[str]
+    ) -> tuple[Conversation, dict[str, Any], int]:
+        """(what the template renders, the variables that the row sets of it, the number of the first message with loss)
+
+        Adds to `used` the columns that it read.
+        """
         row = {key: value for key, value in row.items() if key not in self.ignored or key in kind}
         messages, first_trained = self._messages(row, kind, used)
         settings = self._settings(row, used)
@@ -234,12 +249,7 @@ class RowReader:
             first_trained += 1
         chat = read_conversation(messages, tools, notes, self.template)
         self._refuse_special(chat.messages, {"tools": chat.tools} | settings)
-        text, targets = self.template.render_targets(chat.messages, chat.tools, **settings)
-        turns = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
-        if self.settings.train_on_last_turn_only:
-            first_trained = max(first_trained, *turns[-1:], 0)
-        wanted = [span for i, span in zip(turns, targets, strict=True) if chat.trained[i] and i >= first_trained]
-        return TextRow(text, wanted, end_of_text=False)
+        return chat, settings, first_trained
 
     def _messages(self, row: dict, kind: tuple[str, ...], used: set[str]) -> tuple[list, int]:
         """(the messages of a row, the number of the first with loss)."""

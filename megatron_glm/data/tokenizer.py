@@ -28,6 +28,7 @@ class Tokenizer:
     encode_batch: EncodeBatch
     token_id: Callable[[str], int | None]  # None unless the text is one token of the vocabulary
     vocab_size: int  # above every id
+    decode: Callable[[list[int]], str]  # the text of tokens, special ones left out
     special_tokens: frozenset[str] = frozenset()  # texts that become one token wherever they stand, and mean control
 
     @classmethod
@@ -75,7 +76,8 @@ def _from_json(path: Path) -> Tokenizer:
         return [(np.array(e.ids, np.int64), np.array([end for _, end in e.offsets], np.int64)) for e in encodings]
 
     special = frozenset(token.content for token in model.get_added_tokens_decoder().values() if token.special)
-    return Tokenizer(path, encode_batch, model.token_to_id, 1 + max(model.get_vocab().values(), default=-1), special)
+    size = 1 + max(model.get_vocab().values(), default=-1)
+    return Tokenizer(path, encode_batch, model.token_to_id, size, model.decode, special)
 
 
 def _from_sentencepiece(path: Path) -> Tokenizer:
@@ -104,7 +106,12 @@ def _from_sentencepiece(path: Path) -> Tokenizer:
     special = frozenset(
         p for i, p in pieces if _BRACKETS.fullmatch(p) and not (model.is_control(i) or model.is_byte(i))
     )
-    return Tokenizer(path, encode_batch, token_id, model.vocab_size(), special)
+    ids = {token: model.piece_to_id(token) for token in special}
+
+    def decode(tokens: list[int]) -> str:
+        return model.decode([token for token in tokens if token not in ids.values()])
+
+    return Tokenizer(path, encode_batch, token_id, model.vocab_size(), decode, special)
 
 
 def _ends_of_pieces(offsets: list[tuple[int, int]]) -> np.ndarray:

@@ -13,6 +13,7 @@ from megatron_glm.config import IndexerConfig, RunConfig
 from megatron_glm.config.indexer import FROZEN
 from megatron_glm.config.model import ModelConfig
 from megatron_glm.config.parameters import declared
+from megatron_glm.model.answers import answers
 from megatron_glm.model.indexer_training import student_fields
 from megatron_glm.model.layer import DecoderLayer, MTPLayer
 from megatron_glm.model.micro_batch import MicroBatch
@@ -111,7 +112,8 @@ class GLMChunk(ModelChunk):
             last chunk's hidden states are those before the final norm, and cut from the graph: the loss has it.
             The losses by name, fp32 scalars, each a SUM times its scale: "lm" of the token losses, in the last chunk,
             and "mtp_k" of MTP step k, with "accepted_k", the number of its tokens that the trunk would choose, too;
-            "indexer" of the rows' losses, where a layer teaches an indexer, and in warm-up "recall".
+            "indexer" of the rows' losses, where a layer teaches an indexer, and in warm-up "recall". Where the batch
+            asks for something else, the last chunk's `answers` take their place.
         """
         pack = batch.pack
         if self.begins and self.embed_tokens is not None:
@@ -146,6 +148,10 @@ class GLMChunk(ModelChunk):
         """The losses of the last chunk, from the hidden states [t/TP, D] before the last norm."""
         assert self.norm is not None and self.lm_head is not None and batch.labels is not None
         pack, main = batch.pack, self.norm(hidden)
+        if batch.asks != "losses":
+            best = batch.asks == "next tokens"
+            labels = pack.local(batch.labels)
+            return answers(self.lm_head, main, labels, pack, self.groups.cp, self.kernels.loss_chunk_size, best)
         steps: list[Prediction] = []
         if batch.ahead:
             [number] = self.config.mtp_layer_ids

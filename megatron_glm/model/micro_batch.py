@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import Tensor
 
 from megatron_glm.model.pack import PackRows
+
+# what the last chunk makes of the hidden states
+Asks = Literal["losses", "next tokens", "log-probs"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class MicroBatch:
     labels: [T] int64, the next token of each, -100 = no loss; None: no loss is wanted.
     pack: which keys each row may see, and rope.
     ahead: of each MTP step what it is given and predicts: see `MtpInput`; empty without.
+    asks: the losses; or of every row the most probable next token, or the log-probability of its label.
     scales: the factor of each loss by its name, 1 / (its count in the whole step); 1 where a name is missing.
     """
 
@@ -38,6 +43,7 @@ class MicroBatch:
     pack: PackRows
     scales: dict[str, float] = field(default_factory=dict)
     ahead: tuple[MtpInput, ...] = ()
+    asks: Asks = "losses"
 
     def scale(self, loss: str) -> float:
         return self.scales.get(loss, 1.0)

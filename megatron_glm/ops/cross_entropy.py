@@ -16,10 +16,12 @@ def row_statistics(logits: Tensor, column: Tensor, valid: int) -> tuple[Tensor, 
     return logits[:, :valid].float().logsumexp(dim=1), target.masked_fill(column < 0, 0.0)
 
 
-def logit_gradient(logits: Tensor, column: Tensor, counted: Tensor, lse: Tensor, valid: int, scale: float) -> Tensor:
+def logit_gradient(
+    logits: Tensor, column: Tensor, counted: Tensor, lse: Tensor, valid: int, scale: float | Tensor
+) -> Tensor:
     """scale * (softmax - one at the column) [n, v], zero in rows that do not count and columns from `valid` on.
 
-    On CUDA it takes the place of the logits.
+    The scale is one number, or one a row: fp32 [n]. On CUDA it takes the place of the logits.
     """
     if logits.is_cuda:
         from megatron_glm.ops.triton import cross_entropy
@@ -28,4 +30,5 @@ def logit_gradient(logits: Tensor, column: Tensor, counted: Tensor, lse: Tensor,
     gradient = logits.float().sub_(lse.unsqueeze(1)).exp_()
     gradient[:, valid:] = 0.0
     gradient.scatter_add_(1, column.clamp(min=0).unsqueeze(1), -(column >= 0).float().unsqueeze(1))
-    return gradient.mul_(scale).masked_fill_(~counted.unsqueeze(1), 0.0).to(logits.dtype)
+    gradient.mul_(scale.unsqueeze(1) if isinstance(scale, Tensor) else scale)
+    return gradient.masked_fill_(~counted.unsqueeze(1), 0.0).to(logits.dtype)

@@ -6,7 +6,7 @@ softmax, get no gradient and are in no checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -54,12 +54,25 @@ class VocabParallelEmbedding(VocabParallel):
         return scatter_sum_rows(rows * mine.unsqueeze(-1), self.tp)
 
 
+class RowAnswers(NamedTuple):
+    """What a model says of each local row: the log-probability of a token, fp32 [t], and that token, int64 [t].
+
+    Rows without a label have 0 and -100.
+    """
+
+    log_probs: Tensor
+    tokens: Tensor
+
+
 class Prediction(NamedTuple):
     """What the head is to predict from some hidden states.
 
     hidden: sequence shard [t/TP, D] after the last norm; labels: [t] int64, the same on every TP rank; -100 = no loss.
     scale: factor of the loss; weight: another one, of its gradients alone.
     trains_head: whether the head's own weight has a gradient of it.
+    row_factors: given the answers of all rows, a factor [t] fp32 for the loss of each; or None: no loss is wanted. It
+        is called before any gradient is made, so that a factor may depend on all log-probabilities. The answers are
+        about the labels, or about the most probable tokens where the head is asked for these.
     """
 
     hidden: Tensor
@@ -67,6 +80,7 @@ class Prediction(NamedTuple):
     scale: float = 1.0
     weight: float = 1.0
     trains_head: bool = True
+    row_factors: Callable[[RowAnswers], Tensor | None] | None = None
 
 
 class VocabParallelHead(VocabParallel):
@@ -117,6 +131,17 @@ class VocabParallelHead(VocabParallel):
         dist.all_reduce(token, op=dist.ReduceOp.MIN, group=self.tp)
         return token
 
+    def statistics(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the loss needs of logits [rows, v] and labels [rows] int64: three tensors [rows].
+
+        The label's column, -1 where it is another rank's or none; over the whole vocabulary, fp32, the log of the sum
+        of exp, and the label's logit, 0 without one.
+        """
+        local = labels - self.first
+        column = local.masked_fill((local < 0) | (local >= self.valid), -1)
+        lse, target = row_statistics(logits, column, self.valid)
+        return column, self.whole_lse(lse), sum_over(target, self.tp)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits [rows, v] of gathered rows; the columns of padding are -inf."""
         logits = F.linear(hidden, self.weight).float()
@@ -153,13 +178,21 @@ class _CrossEntropy(torch.autograd.Function):
         present = total.get() if wants_total and total is not None else None
         grad_weight = present  # fp32
         for i, prediction in enumerate(predictions):
+            factors, labels = None, prediction.labels
+            if prediction.row_factors is not None:
+                found = _answers(head, hidden[i * tokens :][:tokens], weight, None if best else labels, chunk_size)
+                factors = prediction.row_factors(found)
+                if factors is None:
+                    chosen[i] = found.tokens if best else chosen[i]
+                    continue
             for begin in range(0, tokens, chunk_size):
                 end = min(begin + chunk_size, tokens)
                 rows = slice(i * tokens + begin, i * tokens + end)
                 logits = F.linear(hidden[rows], weight)
                 if best:
                     chosen[i, begin:end] = head.best(logits)
-                chunk_loss, grad_logits = _chunk(head, logits, prediction.labels[begin:end], prediction)
+                factor = None if factors is None else factors[begin:end]
+                chunk_loss, grad_logits = _chunk(head, logits, labels[begin:end], prediction, factor)
                 losses[i] += chunk_loss
                 if grad_hidden is not None:
                     torch.mm(grad_logits, weight, out=grad_hidden[rows])
@@ -185,13 +218,29 @@ def require_ones(grads: Sequence[Tensor]) -> None:
     assert_async((torch.stack(tuple(grads)) == 1).all(), "a factor of the loss goes into the head's Prediction")
 
 
-def _chunk(head: VocabParallelHead, logits: Tensor, labels: Tensor, prediction: Prediction):
+def _answers(
+    head: VocabParallelHead, hidden: Tensor, weight: Tensor, labels: Tensor | None, chunk_size: int
+) -> RowAnswers:
+    """Of the labels [t], or without them of the most probable tokens."""
+    found = RowAnswers(*(hidden.new_zeros(len(hidden), dtype=dtype) for dtype in (torch.float32, torch.int64)))
+    for begin in range(0, len(hidden), chunk_size):
+        rows = slice(begin, begin + chunk_size)
+        logits = F.linear(hidden[rows], weight)
+        tokens = head.best(logits) if labels is None else labels[rows]
+        _, lse, target = head.statistics(logits, tokens)
+        found.log_probs[rows] = (target - lse).masked_fill(tokens == IGNORE, 0.0)
+        found.tokens[rows] = tokens
+    return found
+
+
+def _chunk(
+    head: VocabParallelHead, logits: Tensor, labels: Tensor, prediction: Prediction, factors: Tensor | None = None
+):
     """Scaled loss sum of one chunk of rows and the gradient of its logits [rows, v] in hidden's dtype."""
     counted = labels != IGNORE
-    local = labels - head.first
-    column = local.masked_fill(~(counted & (local >= 0) & (local < head.valid)), -1)
-    lse, target = row_statistics(logits, column, head.valid)
-    lse, target = head.whole_lse(lse), sum_over(target, head.tp)
-    loss = (lse - target).masked_fill(~counted, 0.0).sum() * prediction.scale
-    scale = prediction.scale * prediction.weight
-    return loss, logit_gradient(logits, column, counted, lse, head.valid, scale)
+    column, lse, target = head.statistics(logits, labels)
+    loss = (lse - target).masked_fill(~counted, 0.0)
+    scale: float | Tensor = prediction.scale * prediction.weight
+    if factors is not None:
+        loss, scale = loss * factors, factors * scale
+    return loss.sum() * prediction.scale, logit_gradient(logits, column, counted, lse, head.valid, scale)

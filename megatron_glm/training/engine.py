@@ -11,7 +11,7 @@ from megatron_glm.config import RunConfig
 from megatron_glm.config.indexer import FROZEN
 from megatron_glm.data.packing import IGNORE, PackedBatch, ahead
 from megatron_glm.model.glm import GLMChunk, carry_fields
-from megatron_glm.model.micro_batch import MicroBatch, MtpInput
+from megatron_glm.model.micro_batch import Asks, MicroBatch, MtpInput
 from megatron_glm.model.pack import PackRows, has_sparse_rows
 from megatron_glm.ops.upload import upload
 from megatron_glm.parallel.fsdp import gather_ahead, record_change, reduce_gradients, set_gradient_sync
@@ -85,7 +85,13 @@ class Engine:
         """The same without gradients, and as plain sums."""
         return self._run(batches, {}, training=False)
 
-    def _run(self, batches: Sequence[PackedBatch], scales: dict[str, float], training: bool) -> list[Losses]:
+    def ask(self, batches: Sequence[PackedBatch], asks: Asks) -> list[Losses]:
+        """The `answers` of every micro-batch on the ranks of the last stage; empty on the others."""
+        return self._run(batches, {}, training=False, asks=asks)
+
+    def _run(
+        self, batches: Sequence[PackedBatch], scales: dict[str, float], training: bool, asks: Asks = "losses"
+    ) -> list[Losses]:
         config = self.config
         schedule = schedule_of(config.parallel, self._layout, len(batches), forward_only=not training)
         changed = record_change()
@@ -93,7 +99,7 @@ class Engine:
 
         def forward(chunk: int, i: int, carry: Carry) -> tuple[Carry, Losses]:
             if i not in inputs:
-                inputs[i] = self._micro_batch(batches[i], scales)
+                inputs[i] = self._micro_batch(batches[i], scales, asks)
             batch = inputs[i]
             if chunk == len(self.chunks) - 1:
                 del inputs[i]
@@ -126,7 +132,7 @@ class Engine:
         dtype = torch.bfloat16 if self.config.train.bf16 else torch.float32
         return carry_fields(self.config.model, self._layout.stages, rows, total, dtype, indexer)
 
-    def _micro_batch(self, batch: PackedBatch, scales: dict[str, float]) -> MicroBatch:
+    def _micro_batch(self, batch: PackedBatch, scales: dict[str, float], asks: Asks = "losses") -> MicroBatch:
         groups = self.groups
         pack = PackRows.build(
             self.config.model,
@@ -142,7 +148,7 @@ class Engine:
         labels = batch.labels.masked_fill(~batch.loss_mask, IGNORE)
         count = self.config.losses.mtp_steps if any(chunk.predicts for chunk in self.chunks) else 0
         steps = tuple(self._mtp_input(batch, pack, step) for step in range(1, 1 + count))
-        return MicroBatch(upload(batch.tokens, self.device), upload(labels, self.device), pack, scales, steps)
+        return MicroBatch(upload(batch.tokens, self.device), upload(labels, self.device), pack, scales, steps, asks)
 
     def _mtp_input(self, batch: PackedBatch, pack: PackRows, step: int) -> MtpInput:
         model, rope = self.config.model, None

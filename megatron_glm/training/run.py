@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from megatron_glm.config import RunConfig
 from megatron_glm.data.cache import Once
-from megatron_glm.training.agreement import require_same_data
+from megatron_glm.training.agreement import require_same, require_same_data
 from megatron_glm.training.checkpointing import load_checkpoint
 from megatron_glm.training.datasets import DataSets, Log
 from megatron_glm.training.engine import Engine
@@ -15,6 +15,21 @@ from megatron_glm.training.logging import log
 from megatron_glm.training.loop import is_finished, report_losses, total_iterations, train
 from megatron_glm.training.optimizer import build_optimizer
 from megatron_glm.training.turns import once_per_node
+
+
+def forward_engine(config: RunConfig, facts: Mapping[str, str]) -> Engine:
+    """The engine of a run that trains nothing, with the weights of --load or --load-hf.
+
+    Args:
+        facts: what else must be the same on all ranks, by name.
+    Raises: what `initialize` and `load_checkpoint` raise, on all ranks.
+    """
+    config = choose_backend(config)
+    groups = initialize(config)
+    require_same(groups.checkpoint, facts)
+    engine = Engine(config, groups, build_chunks(config, groups))
+    load_checkpoint(config, groups, engine.chunks)
+    return engine
 
 
 def run_training(config: RunConfig, make_data: Callable[[RunConfig, Once, Log], DataSets]) -> None:

@@ -105,6 +105,8 @@ def known_flags(script: str, flags: list[str]) -> None:
                 runpy.run_path(str(ROOT / "tools" / "benchmark.py"))["step_parser"]().parse_args(flags[1:])
             else:
                 runpy.run_path(str(ROOT / script))["parse_arguments"]()
+    elif script in ("tools/generate.py", "tools/score.py"):
+        runpy.run_path(str(ROOT / script))["parser"]().parse_args(flags)
     elif script == "tools/doctor.py":
         assert not flags
     else:

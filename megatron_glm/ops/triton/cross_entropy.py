@@ -29,12 +29,13 @@ def _row_statistics(logits, column, lse, target, width, valid, block: tl.constex
 
 
 @triton.jit
-def _logit_gradient(logits, column, counted, lse, width, valid, scale, block: tl.constexpr):
+def _logit_gradient(logits, column, counted, lse, width, valid, scale, per_row: tl.constexpr, block: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * block + tl.arange(0, block)
     at = logits + row * width + i
     x = tl.load(at, mask=i < valid, other=float("-inf")).to(tl.float32)
-    gradient = (tl.exp(x - tl.load(lse + row)) - tl.where(i == tl.load(column + row), 1.0, 0.0)) * scale
+    factor = tl.load(scale + row) if per_row else scale
+    gradient = (tl.exp(x - tl.load(lse + row)) - tl.where(i == tl.load(column + row), 1.0, 0.0)) * factor
     gradient = tl.where(tl.load(counted + row), gradient, 0.0)
     tl.store(at, gradient.to(logits.dtype.element_ty), mask=i < width)
 
@@ -48,10 +49,12 @@ def row_statistics(logits: Tensor, column: Tensor, valid: int) -> tuple[Tensor, 
     return lse, target
 
 
-def logit_gradient(logits: Tensor, column: Tensor, counted: Tensor, lse: Tensor, valid: int, scale: float) -> Tensor:
+def logit_gradient(
+    logits: Tensor, column: Tensor, counted: Tensor, lse: Tensor, valid: int, scale: float | Tensor
+) -> Tensor:
     """`parallel.vocab.logit_gradient`, in the place of the logits."""
     rows, width = logits.shape
     if rows:
-        grid = (rows, triton.cdiv(width, BLOCK))
-        _logit_gradient[grid](logits, column, counted, lse, width, valid, scale, BLOCK, num_warps=8)
+        grid, per_row = (rows, triton.cdiv(width, BLOCK)), isinstance(scale, Tensor)
+        _logit_gradient[grid](logits, column, counted, lse, width, valid, scale, per_row, BLOCK, num_warps=8)
     return logits

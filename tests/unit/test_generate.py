@@ -1,0 +1,247 @@
+"""tools/generate.py against transformers' greedy generation, in one process and in several layouts."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from types import ModuleType
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_glm.launch import one_line_errors
+from megatron_glm.training import run as training_run
+from tests import distributed, small_model
+from tests.distributed import close_groups
+from tests.finetune import keep_default_group
+from tests.rows import tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+TOPK = small_model.SHAPE["index_topk"]
+NEW = 9
+LENGTHS = (1, 3, TOPK, 2 * TOPK + 5, 40)  # shorter and longer than what a row may select
+
+
+def tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def call(name: str, *words: str) -> tuple[int, str, str]:
+    """(exit code, standard output, standard error) of a tool, called in this process."""
+    initialize, made = training_run.initialize, []
+
+    def noted(config):
+        made.append(initialize(config))
+        return made[0]
+
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), patch.object(sys, "argv", [name, *words]), keep_default_group():
+        with patch.object(training_run, "initialize", noted), pytest.raises(SystemExit) as end, one_line_errors():
+            try:
+                sys.exit(tool(name).main())
+            finally:
+                for groups in made:
+                    close_groups(groups)
+    return end.value.code or 0, out.getvalue(), err.getvalue()
+
+
+def generate(*words: str) -> list[dict]:
+    code, out, err = call("generate", *words)
+    assert code == 0, err
+    return [json.loads(line) for line in out.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return small_model.make(tmp_path_factory.mktemp("model") / "hf")
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(1, 256, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def write(path: Path, rows: Sequence[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def expected(folder: Path, ids: list[int], new: int = NEW) -> list[int]:
+    """The new tokens of transformers."""
+    model = small_model.in_transformers(folder)
+    return model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=new)[0, len(ids) :].tolist()
+
+
+def test_tokens_are_those_of_transformers(folder, tmp_path):
+    file = write(tmp_path / "p.jsonl", [{"input_ids": ids} for ids in prompts()])
+    found = generate("--load-hf", str(folder), "--prompt-file", file, "--max-new-tokens", str(NEW))
+    assert [line["tokens"] for line in found] == [expected(folder, ids) for ids in prompts()]
+    assert all(len(line["log_probs"]) == len(line["tokens"]) for line in found)
+    logits = small_model.in_transformers(folder)(torch.tensor([prompts()[3]])).logits[0, -1]
+    assert found[3]["log_probs"][0] == pytest.approx(logits.log_softmax(-1).max().item(), abs=1e-5)
+
+
+LAYOUTS = {
+    "tp2": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "cp2": "--context-parallel-size 2",
+    "pp2": "--pipeline-model-parallel-size 2",
+    "ep2": "--expert-model-parallel-size 2",
+    "dp2": "",
+}
+LAYOUTS_OF_4 = {
+    "tp2 pp2 ep2": "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
+    "--expert-model-parallel-size 2",
+    "cp2 ep4": "--context-parallel-size 2 --expert-model-parallel-size 4 --moe-token-dispatcher-type allgather",
+}
+
+
+def in_layouts(folder: Path, file: str, layouts: dict[str, str]) -> dict[str, str]:
+    """What the first rank prints in each layout; the others print nothing."""
+    os.environ |= {"WORLD_SIZE": str(dist.get_world_size()), "RANK": str(dist.get_rank())}
+    words = ("--load-hf", str(folder), "--prompt-file", file, "--max-new-tokens", str(NEW))
+    found = {}
+    for name, flags in layouts.items():
+        code, out, err = call("generate", *words, *flags.split())
+        assert code == 0, err
+        found[name] = out
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "layouts"), [(2, LAYOUTS), (4, LAYOUTS_OF_4)], ids=["2", "4"])
+def test_every_layout_generates_the_same(folder, tmp_path, ranks, layouts):
+    file = write(tmp_path / "p.jsonl", [{"input_ids": ids} for ids in prompts()])
+    first, *others = distributed.run(ranks, in_layouts, folder, file, layouts, timeout=240)
+    wanted = [expected(folder, ids) for ids in prompts()]
+    assert {name: [json.loads(line)["tokens"] for line in out.splitlines()] for name, out in first.items()} == {
+        name: wanted for name in layouts
+    }
+    assert not any(out for other in others for out in other.values())
+
+
+def test_text_prompts_and_chats(folder, tmp_path):
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    theirs.chat_template = (folder / "chat_template.jinja").read_text()
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+    history = [*chat, {"role": "assistant", "content": "Because."}, {"role": "user", "content": "And then?"}]
+    rows = [{"prompt": "Once upon"}, {"messages": chat, "id": 7}, {"messages": history}, {"prompt": chat}]
+    rows.append({"messages": chat, "chat_template_kwargs": {"enable_thinking": False}})
+    ids = [theirs("Once upon", add_special_tokens=False)["input_ids"]]
+    for row in rows[1:]:
+        more = row.get("chat_template_kwargs", {})
+        text = theirs.apply_chat_template(
+            row.get("messages", row.get("prompt")), add_generation_prompt=True, tokenize=False, **more
+        )
+        ids.append(theirs(text, add_special_tokens=False)["input_ids"])
+    found = generate(
+        "--load-hf", str(folder), "--prompt-file", write(tmp_path / "p.jsonl", rows), "--max-new-tokens", "6"
+    )
+    for line, prompt in zip(found, ids, strict=True):
+        assert line["tokens"] == expected(folder, prompt, 6)
+        said = [token for token in line["tokens"] if token not in small_model.SHAPE["eos_token_id"]]
+        assert line["text"] == tokenizer().decode(said)
+    assert found[1]["tokens"] == found[3]["tokens"]
+
+
+def test_a_completion_ends_with_an_end_token(folder, tmp_path):
+    """What the model says anyway is made an end token of: in generation_config.json, or else in config.json."""
+    [wanted] = [expected(folder, prompts()[3])]
+    other = small_model.make(tmp_path / "hf")
+    file = write(tmp_path / "p.jsonl", [{"input_ids": ids} for ids in prompts()[3:]])
+    words = ("--prompt-file", file, "--max-new-tokens", str(NEW), "--load-hf", str(other))
+    (other / "generation_config.json").write_text(json.dumps({"eos_token_id": wanted[2]}))
+    first, second = generate(*words)
+    assert first["tokens"] == wanted[: wanted.index(wanted[2]) + 1]
+    assert len(second["tokens"]) == NEW or second["tokens"][-1] == wanted[2]
+    (other / "generation_config.json").unlink()
+    config = json.loads((other / "config.json").read_text()) | {"eos_token_id": [wanted[4], 1]}
+    (other / "config.json").write_text(json.dumps(config))
+    assert generate(*words)[0]["tokens"] == wanted[: wanted.index(wanted[4]) + 1]
+
+
+def test_without_a_tokenizer_there_is_no_text(tmp_path):
+    other = small_model.make(tmp_path / "hf")
+    (other / "tokenizer.json").unlink()
+    words = ("--load-hf", str(other), "--max-new-tokens", "2", "--prompt-file")
+    code, out, err = call("generate", *words, write(tmp_path / "p.jsonl", [{"input_ids": [1, 2]}]))
+    assert code == 0 and json.loads(out)["text"] is None
+    assert "warning: tokens without text" in err
+    code, out, err = call("generate", *words, write(tmp_path / "p.jsonl", [{"prompt": "a"}]))
+    assert code == 2 and not out and "neither tokenizer.json nor a .model file" in err
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('{"prompt": "a", "input_ids": [1]}', "exactly one of messages, prompt and input_ids; the row has prompt and"),
+        ('{"text": "a"}', "exactly one of messages, prompt and input_ids; the row has none, but ['text']"),
+        ('{"input_ids": []}', "input_ids must be a list of integers that is not empty, got []"),
+        ('{"input_ids": [1, 272]}', "token id 272 is outside the model's vocabulary of 272"),
+        ('{"input_ids": [1.5]}', "input_ids must be a list of integers"),
+        ('{"prompt": ""}', "prompt holds no token"),
+        ('{"prompt": 3}', "prompt must be a string or a list of messages, got 3"),
+        ('{"prompt": "a <|user|> b"}', "prompt contains the special token <|user|>"),
+        ('{"messages": []}', "messages must be a list of messages that is not empty"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}',
+            "a prompt ends",
+        ),
+        ('{"messages": [{"role": "wizard", "content": "a"}]}', "messages[0]"),
+        ('{"prompt": "a", "labels": [1]}', "the row has the key labels"),
+        ("{prompt}", "Expecting property name"),
+        ('{"input_ids": [' + "1, " * 4090 + "1]}", "exceed max_position_embeddings (4096)"),
+    ],
+)
+def test_a_bad_row_is_named(folder, tmp_path, row, message):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"input_ids": [1]}\n\n' + row + "\n")
+    code, out, err = call("generate", "--load-hf", str(folder), "--prompt-file", str(file), "--max-new-tokens", "8")
+    assert code == 2 and not out
+    assert f"error: {file}:3: " in err and message in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--load-hf HF", "give --prompt-file FILE"),
+        ("--prompt-file P", "give --load CHECKPOINT or --load-hf FOLDER"),
+        ("--load-hf HF --prompt-file nowhere.jsonl", "nowhere.jsonl holds or matches no file"),
+        ("--load-hf HF --prompt-file P --max-new-tokens 0", "--max-new-tokens is 0; it must be at least 1"),
+        ("--load-hf HF --prompt-file P --lr 1", "unknown flag --lr"),
+        (
+            "--load-hf HF --prompt-file P --tensor-model-parallel-size 2 --sequence-parallel",
+            "number of ranks (1)",
+        ),
+        ("--load nowhere --prompt-file P", "nowhere"),
+    ],
+)
+def test_wrong_flags(folder, tmp_path, words, message):
+    file = write(tmp_path / "p.jsonl", [{"input_ids": [1]}])
+    names = {"HF": str(folder), "P": file}
+    code, out, err = call("generate", *(names.get(word, word) for word in words.split()))
+    assert code == 2 and not out and err.startswith("error: ") and message in err
+
+
+def test_a_log_probability_that_is_no_number_ends_the_run(folder, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    other = small_model.make(tmp_path / "hf")
+    shard = other / "model.safetensors"
+    tensors = load_file(shard)
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, shard, metadata={"format": "pt"})
+    file = write(tmp_path / "p.jsonl", [{"input_ids": [1, 2]}])
+    code, out, err = call("generate", "--load-hf", str(other), "--prompt-file", file)
+    assert code == 1 and not out and "log-probability of new token 0 is nan" in err
