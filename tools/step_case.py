@@ -231,6 +231,7 @@ def measure_step(config: RunConfig, flags: argparse.Namespace) -> dict:
         "flops_formula": FORMULA,
         "matmul_tflops": rate,
         "share_of_matmul_rate": flops / both / ranks / 1e12 / rate,
+        "fp8": config.fp8.blockwise,
         "planned_bytes": plan.memory(place),
         "planned_kept_by_a_forward": plan.kept_by_a_forward(place),
         "bytes_kept_by_a_forward": kept,

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
+from .fp8 import Fp8Config
 from .indexer import FROZEN, IndexerConfig
 from .model import ModelConfig
 from .parameters import layer_parameters, model_parameters
@@ -120,6 +121,20 @@ def training_flops(
     if losses.mtp_detaches or losses.train_only == "mtp":  # the head's weight has no gradient of the steps
         total -= sum(head_flops(config, max(0, n - step)) for n in lengths for step in range(1, 1 + losses.mtp_steps))
     return total + indexer_loss_flops(seen, lengths, indexer)
+
+
+def fp8_flops(config: ModelConfig, fp8: Fp8Config, tokens: int, losses: LossConfig = NEXT_TOKEN) -> int:
+    """Those FLOPs of a training step on so many tokens that are products in FP8.
+
+    MTP steps are taken to have all of the tokens. With --train-only the trunk has a forward alone.
+    """
+    total = 0
+    for parameter in model_parameters(config).values():
+        if fp8.computes(parameter, config.num_hidden_layers):
+            trained = parameter.mtp or losses.train_only is None
+            passes = 2 + fp8.weight_gradients(experts=parameter.part == "experts") if trained else 1
+            total += passes * parameter.flops * (losses.mtp_steps if parameter.mtp else 1)
+    return total * tokens
 
 
 def indexer_loss_flops(config: ModelConfig, lengths: Sequence[int], indexer: IndexerConfig) -> int:

@@ -43,6 +43,10 @@ class Fp8Config(Section):
         first, end = self.num_layers_at_start_in_bf16, layers - self.num_layers_at_end_in_bf16
         return parameter.mtp or (parameter.layer is not None and first <= parameter.layer < end)
 
+    def share_of_layers(self, layers: int) -> float:
+        """How many of a model's layers have products in FP8, as a share of them."""
+        return 1 - (self.num_layers_at_start_in_bf16 + self.num_layers_at_end_in_bf16) / layers if self.blockwise else 0
+
     def weight_gradients(self, experts: bool) -> bool:
         """Whether the gradients of weights are products in FP8, too."""
         return self.fp8_wgrad == "fp8" or (self.fp8_wgrad == "auto" and not experts)

@@ -9,7 +9,10 @@ from megatron_glm.config import IndexerConfig, ModelConfig, RunConfig
 
 @dataclass(frozen=True)
 class Shapes:
-    """Sizes of one micro-batch on one rank. b: bytes of an element in the forward."""
+    """Sizes of one micro-batch on one rank.
+
+    b: bytes of an element in the forward; padding: rows of zeros that FP8 kernels add to those of a layer's experts.
+    """
 
     pack: int  # T
     tokens: int  # t = T / CP
@@ -18,6 +21,11 @@ class Shapes:
     slots: int  # K, width of a selection
     tp: int
     b: int
+    padding: int = 0
+
+    def expert_rows(self, model: ModelConfig) -> int:
+        """Rows that the experts of a layer compute, if routing is balanced."""
+        return self.shard * model.num_experts_per_tok + self.padding
 
 
 def layer_activations(model: ModelConfig, layer: int, s: Shapes) -> dict[str, int]:
@@ -44,7 +52,7 @@ def layer_activations(model: ModelConfig, layer: int, s: Shapes) -> dict[str, in
         return parts | {"mlp": 3 * s.tokens * model.intermediate_size // s.tp * b + gathered * d}
     width, rows = model.moe_intermediate_size, s.shard * model.num_experts_per_tok
     router = s.shard * 4 * model.n_routed_experts + rows * (8 + 3 * 4)
-    experts = rows * ((d + 2 * width) * b + 4 + 8)
+    experts = s.expert_rows(model) * ((d + 2 * width) * b + 4 + 8)
     shared = 3 * s.tokens * model.n_shared_experts * width // s.tp * b
     return parts | {"mlp": router + experts + shared + gathered * d}
 
@@ -69,7 +77,7 @@ def _products(model: ModelConfig, layer: int, s: Shapes) -> int:
         return kept + 2 * s.tokens * model.intermediate_size // s.tp * s.b
     width = model.moe_intermediate_size
     shared = 2 * s.tokens * model.n_shared_experts * width // s.tp * s.b
-    return kept + shared + s.shard * model.num_experts_per_tok * 2 * width * s.b
+    return kept + shared + s.expert_rows(model) * 2 * width * s.b
 
 
 def layer_kept(model: ModelConfig, layer: int, s: Shapes, granularity: str) -> int:
@@ -109,7 +117,7 @@ def layer_gradients(model: ModelConfig, s: Shapes) -> int:
     """
     width = model.kv_lora_rank + model.qk_rope_head_dim
     attention = 2 * s.tokens * (model.num_attention_heads // s.tp) * width * s.b + s.pack * width * 4
-    rows = s.shard * model.num_experts_per_tok
+    rows = s.expert_rows(model)
     return max(attention, rows * (model.hidden_size + 4 * model.moe_intermediate_size) * s.b)
 
 
@@ -120,7 +128,7 @@ def layer_deferred(model: ModelConfig, layer: int, s: Shapes) -> int:
     attention = s.shard * latents + s.tokens * (heads * (model.qk_head_dim + model.v_head_dim) + d)
     width = model.n_shared_experts * model.moe_intermediate_size if model.is_moe(layer) else model.intermediate_size
     mlp = s.tokens * (2 * d + 3 * width // s.tp)
-    rows = s.shard * model.num_experts_per_tok if model.is_moe(layer) else 0
+    rows = s.expert_rows(model) if model.is_moe(layer) else 0
     return s.b * (attention + mlp + rows * (2 * d + 3 * model.moe_intermediate_size))
 
 

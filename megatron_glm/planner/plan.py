@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from megatron_glm.config import RunConfig
+from megatron_glm.config.fp8 import MULTIPLE
 from megatron_glm.ops.indexer_loss import CHUNK_BYTES
 from megatron_glm.ops.sparse_mla import PART_BYTES, sums_in_order
 from megatron_glm.parallel.dispatch import Dispatcher, make_dispatcher
@@ -133,7 +134,9 @@ class Plan:
             dense = 0
         if config.dense_rows == "all":
             dense = tokens
-        return Shapes(pack, tokens, tokens // grid.tp, dense, min(topk, pack), grid.tp, 2 if config.train.bf16 else 4)
+        padding = (MULTIPLE - 1) * config.model.n_routed_experts // grid.ep if config.fp8.blockwise else 0
+        b = 2 if config.train.bf16 else 4
+        return Shapes(pack, tokens, tokens // grid.tp, dense, min(topk, pack), grid.tp, b, padding)
 
     @cached_property
     def dispatcher(self) -> Dispatcher:
@@ -246,6 +249,7 @@ class Plan:
         """Forward weights: the layer at work with the next one, embedding or head beside them; all that stay gathered.
 
         Copies of whole weights are of one layer at a time where they are recomputed; autograd keeps them otherwise.
+        One in FP8 takes as much as one in bf16: a byte for each orientation.
         """
         parallel, b = self.config.parallel, self.shapes.b
         kept = largest = arriving = 0  # arriving: FSDP2 receives a unit's weights in a buffer, and copies them

@@ -22,7 +22,7 @@ from megatron_glm.config.flops import head_flops
 from megatron_glm.model.glm import carry_fields
 from megatron_glm.parallel.pipeline.layout import MEASURED, REPEATED, Cost, Rates, layer_cost, stage_costs
 from megatron_glm.parallel.pipeline.simulate import Simulation, simulate
-from megatron_glm.planner.machine import EXPERTS_WAIT, FSDP_HIDDEN, OPTIMIZER_BYTES, Machine, rows_factor
+from megatron_glm.planner.machine import EXPERTS_WAIT, FP8_TIME, FSDP_HIDDEN, OPTIMIZER_BYTES, Machine, rows_factor
 from megatron_glm.planner.plan import FP32, Plan
 from megatron_glm.planner.traffic import layer_traffic
 from megatron_glm.planner.units import FsdpUnit
@@ -160,7 +160,12 @@ class _Clock:
     def rates(self) -> Rates:
         model = self.config.model
         factor = rows_factor(self.s.shard * model.num_experts_per_tok * self.grid.ep / model.n_routed_experts)
-        return MEASURED._replace(experts=tuple(factor * rate for rate in MEASURED.experts))
+        rates = MEASURED._replace(experts=tuple(factor * rate for rate in MEASURED.experts))
+        for kind, times in FP8_TIME.items() if self.config.fp8.blockwise else ():
+            share = self.config.fp8.share_of_layers(model.num_hidden_layers)
+            scaled = [rate * (1 - share + share * time) for rate, time in zip(getattr(rates, kind), times, strict=True)]
+            rates = rates._replace(**{kind: tuple(scaled)})
+        return rates
 
     def stage(self, number: int) -> tuple[Ledger, Ledger]:
         """One micro-batch's forward and backward of a virtual stage."""

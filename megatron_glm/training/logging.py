@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
@@ -14,6 +15,7 @@ from megatron_glm.config import LoggingConfig
 from megatron_glm.launch import is_first_rank
 from megatron_glm.training.statistics import peak_memory_bytes
 
+PEAK_BF16, PEAK_FP8 = 989.4e12, 1978.9e12  # operations a second of an H100 or H200 SXM, dense
 BAR = "{desc} {n_fmt}/{total_fmt} |{bar:8}| {elapsed}<{remaining}{postfix}"  # fits 80 columns
 
 
@@ -40,6 +42,13 @@ def unit_of(operations: float) -> tuple[float, str]:
     """(size, name) of the unit in which so many operations a second are a number that says something."""
     units = ((1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s"))
     return next((unit for unit in units if operations >= unit[0] / 10), units[-1])
+
+
+def seconds_at_peak(flops: float, fp8_share: float) -> float | None:
+    """Seconds that so many operations take a Hopper GPU at its peak rates, those in FP8 at theirs; None of another."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return None
+    return flops * ((1 - fp8_share) / PEAK_BF16 + fp8_share / PEAK_FP8)
 
 
 def screen_size() -> tuple[int, int]:
@@ -107,6 +116,8 @@ class IterationLog:
             "tokens_per_second_per_gpu": tokens / rank_seconds,
             "tflops_per_gpu": flops / rank_seconds / 1e12,
         }
+        if "fp8_share" in record and (at_peak := seconds_at_peak(flops, record["fp8_share"])) is not None:
+            rates["share_of_peak"] = at_peak / rank_seconds
         for sink in self.sinks:
             sink.write(record | rates)
         self.window.append((record, seconds, tokens, flops))
@@ -137,7 +148,7 @@ class IterationLog:
             f" consumed samples: {record['consumed_samples']:12d} |"
             f" elapsed time per iteration (ms): {seconds / len(self.window) * 1000:.1f} |"
             f" tokens/s/GPU: {tokens / rank_seconds:.1f} |"
-            f" {unit}/GPU: {flops / rank_seconds / size:.3f} |"
+            f" {unit}/GPU: {flops / rank_seconds / size:.3f} |{_of_peak(record, flops / rank_seconds)}"
             f" learning rate: {record['learning_rate']:.6E} |"
             f" global batch size: {record['global_batch_size']:5d} |"
             f"{_means(steps)}{_mtp(record)}"
@@ -156,6 +167,13 @@ def _means(steps: Sequence[dict[str, Any]]) -> str:
         if values := [step[name] for step in steps if name in step]:
             text += f" {name.replace('_', ' ')}: {sum(values) / len(values):.6E} |"
     return text
+
+
+def _of_peak(record: dict[str, Any], flops: float) -> str:
+    """flops: a second, of a rank."""
+    if "fp8_share" not in record or (seconds := seconds_at_peak(flops, record["fp8_share"])) is None:
+        return ""
+    return f" share of peak: {seconds:.3f} |"
 
 
 def _mtp(record: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from megatron_glm import heartbeat, signals
 from megatron_glm.config import RunConfig, TrainConfig
 from megatron_glm.config.data import UNNAMED_SET
+from megatron_glm.config.flops import fp8_flops
 from megatron_glm.data.loader import MicroBatches, one_ahead
 from megatron_glm.data.packing import PackedBatch
 from megatron_glm.parallel.groups import ParallelGroups
@@ -181,6 +182,8 @@ def next_step(
     progress.consumed_samples += size
     record = {"iteration": iteration, "consumed_samples": progress.consumed_samples, "global_batch_size": size}
     record |= {"learning_rate": rate, "loss_tokens": counts.loss_tokens}
+    if config.fp8.blockwise:
+        record["fp8_share"] = fp8_flops(config.model, config.fp8, counts.tokens, config.losses) / counts.flops
     if result.fault is not None:
         return record | {"lm_loss": None, "grad_norm": None, "skipped": result.fault}
     record |= {f"{name}_loss": loss for name, loss in result.losses.items() if name in (LM, INDEXER)}
