@@ -42,7 +42,10 @@ class TokenRow(NamedTuple):
 
 
 def read_ids(row: dict, notes: Notes) -> TokenRow:
-    """Raises ValueError naming the column, and both lengths or values where two disagree."""
+    """The tokens of a row of input_ids, without padding. Other columns name targets and document starts.
+
+    Raises: ValueError naming the column, and both lengths or values where two disagree.
+    """
     ids = integers(row["input_ids"], "input_ids")
     n = len(ids)
     targets = _labelled(row, ids)

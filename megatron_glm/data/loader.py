@@ -75,7 +75,10 @@ class MicroBatches:
         dp_size: int = 1,
         max_batches: int | None = None,
     ) -> Generator[list[PackedBatch]]:
-        """One pass over the first epoch, at most `max_batches` of it; empty packs fill up the last global batch."""
+        """The micro-batches of a rank for each global batch of the first epoch, or of its first `max_batches`.
+
+        Empty packs fill up the last global batch.
+        """
         packs = self.dataset.packs_per_epoch
         starts = range(0, packs, global_batch_size)[:max_batches]
         steps = ([i if i < packs else None for i in range(start, start + global_batch_size)] for start in starts)

@@ -143,7 +143,13 @@ class RowReader:
         report.skip(place, why)
 
     def _marked(self, row: TextRow, tokens: np.ndarray, ends: np.ndarray) -> TokenRow:
-        """Marks each token that ends inside a target: tokenizers may report its start behind its white space."""
+        """The row with its targets: the tokens that end inside a character range of `row.targets`.
+
+        Where a token starts is not asked: for " answer" some tokenizers report the place behind the space.
+
+        Args:
+            tokens: [n] int64; ends: [n] int64, the character behind each token.
+        """
         targets = np.zeros(len(tokens), bool)
         for start, end in np.searchsorted(ends, np.array(row.targets, np.int64).reshape(-1, 2), side="right").tolist():
             targets[start:end] = True
@@ -174,7 +180,7 @@ class RowReader:
         return special_token_pattern(self.tokenizer)
 
     def prepare(self, row: dict, kind: tuple[str, ...]) -> None:
-        """Loads what a row needs, so that a missing file never passes for a malformed row."""
+        """Loads the files that a row of this kind needs: a missing one stops the run, it is no bad row to skip."""
         if is_chat(row, kind):
             _ = self.template
         elif kind != TOKENS:

@@ -94,6 +94,7 @@ class Progress:
         self.start = self.last = time.monotonic()
 
     def update(self, done: int, rows: int) -> None:
+        """done: bytes of the input, rows: their rows, that were tokenised since the last call."""
         self.done, self.rows, now = self.done + done, self.rows + rows, time.monotonic()
         if now - self.last < PROGRESS_SECONDS or not self.done:
             return

@@ -49,6 +49,7 @@ def require_same(group: ProcessGroup, facts: Mapping[str, str]) -> None:
 
 
 def _differences(everyone: list[tuple[str, dict[str, str]]], others: list[int]) -> str:
+    """What differs, in words. everyone: (host, facts) of each rank; others: the ranks whose facts are not rank 0's."""
     host, expected = everyone[0]
     found: dict[str, list[int]] = {}
     for rank in others:

@@ -243,7 +243,7 @@ def training_steps(
 def batch_shape(
     config: RunConfig, groups: ParallelGroups, consumed_samples: int | None = None
 ) -> tuple[int, int, int, int]:
-    """Packs of the step after `consumed_samples` (else a full one), of a micro-batch, and the place among DP ranks."""
+    """(packs of the step after `consumed_samples`, or of a full one; packs of a micro-batch; DP rank; DP ranks)."""
     train = config.train
     size = train.global_batch_size if consumed_samples is None else batch_size(train, consumed_samples)
     return size, train.micro_batch_size, groups.dp.rank(), groups.dp.size()

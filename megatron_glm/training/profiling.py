@@ -34,7 +34,7 @@ class Profiler:
         self._stop()
 
     def at(self, iteration: int) -> None:
-        """Say that `iteration` iterations are done, before each and after the last one."""
+        """Starts or ends the recording where it is due; to be called when `iteration` iterations are done."""
         if not self.wanted:
             return
         if iteration >= self.logging.profile_step_end:
