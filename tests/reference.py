@@ -15,6 +15,7 @@ from torch import Tensor
 
 import megatron_glm.model.router as router_module
 from megatron_glm.config import KernelConfig, ModelConfig, ParallelConfig, RunConfig
+from megatron_glm.config.lora import NO_ADAPTERS, LoraConfig
 from megatron_glm.model.glm import GLMChunk
 from megatron_glm.model.micro_batch import MicroBatch
 from megatron_glm.ops import indexer as indexer_ops
@@ -66,10 +67,10 @@ def single_groups() -> ParallelGroups:
     return ParallelGroups.create(ParallelConfig())
 
 
-def single_chunk(config: ModelConfig, recompute: str = "none") -> GLMChunk:
+def single_chunk(config: ModelConfig, recompute: str = "none", lora: LoraConfig = NO_ADAPTERS) -> GLMChunk:
     """The whole model as one chunk, weights uninitialised."""
     parallel, kernels = ParallelConfig(recompute_granularity=recompute), KernelConfig("torch", loss_chunk_size=7)
-    run = RunConfig(config, parallel=parallel, kernels=kernels)
+    run = RunConfig(config, parallel=parallel, kernels=kernels, lora=lora)
     stage = Stage(tuple(range(config.num_hidden_layers)), embedding=True, head=True, mtp=True)
     return GLMChunk(run, single_groups(), stage, make_dispatcher(run, single_groups()))
 

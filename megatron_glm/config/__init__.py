@@ -8,6 +8,7 @@ names the flags and both numbers. Nothing here imports torch, so that `--help` a
 from .data import DataConfig, PretrainDataConfig
 from .fp8 import Fp8Config
 from .indexer import IndexerConfig
+from .lora import LoraConfig
 from .model import ModelConfig
 from .parallel import KernelConfig, ParallelConfig
 from .run import RunConfig
@@ -30,6 +31,7 @@ __all__ = [
     "IndexerConfig",
     "KernelConfig",
     "LoggingConfig",
+    "LoraConfig",
     "LossConfig",
     "NEXT_TOKEN",
     "ModelConfig",

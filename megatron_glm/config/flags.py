@@ -269,8 +269,9 @@ def resolve(flags: argparse.Namespace, data: DataSection = DataConfig) -> RunCon
         require_outside("--save", Path(sections["checkpoint"].save), Path(hf_folder))
     if sections["losses"].mtp_num_steps is None:  # a model for fine-tuning has an MTP layer that is trained already
         pretrains = isinstance(sections["data"], PretrainDataConfig)
-        warms_up = sections["indexer"].indexer_training == "warmup"  # trains nothing else
-        steps = int(pretrains and not warms_up and model.num_nextn_predict_layers == 1)
+        # which train nothing else
+        alone = sections["indexer"].indexer_training == "warmup" or sections["lora"].lora_rank > 0
+        steps = int(pretrains and not alone and model.num_nextn_predict_layers == 1)
         sections["losses"] = dataclasses.replace(sections["losses"], mtp_num_steps=steps)
     return RunConfig(model=model, hf_folder=hf_folder, **sections)
 

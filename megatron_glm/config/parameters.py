@@ -12,11 +12,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
+from .lora import NO_ADAPTERS, LoraConfig
 from .model import ModelConfig
 
 Part = Literal[
-    "embedding", "norms", "attention", "indexer", "dense", "router", "experts", "shared", "mtp", "head"
+    "embedding", "norms", "attention", "indexer", "dense", "router", "experts", "shared", "mtp", "head", "adapters"
 ]  # dense: the MLP of a layer without experts; shared: the shared expert
+ADAPTER = ("lora_A", "lora_B")  # the ends of an adapter's names
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Parameter:
 
     name: canonical, that of the module that holds it: "layers.3.mlp.experts.down".
     kind: "matrix" and "vocabulary" (embedding, head) start normal and decay; "norm" starts at 1, "bias" at 0; "buffer"
-        starts at 0, is fp32 and has no gradient.
+        starts at 0, is fp32 and has no gradient; "lora_A" starts uniform, "lora_B" at 0, both decay.
     tp_dim: the dim that tensor parallelism cuts; None: every rank of it holds the whole.
     used: how many of dim 0 (rows, or experts) one token is multiplied by; None: all.
     fp8: whether the FP8 releases hold it in FP8.
@@ -36,7 +38,7 @@ class Parameter:
     name: str
     shape: tuple[int, ...]
     part: Part
-    kind: Literal["matrix", "vocabulary", "norm", "bias", "buffer"] = "matrix"
+    kind: Literal["matrix", "vocabulary", "norm", "bias", "buffer", "lora_A", "lora_B"] = "matrix"
     tp_dim: int | None = None
     used: int | None = None
     fp8: bool = False
@@ -47,7 +49,7 @@ class Parameter:
     @property
     def decays(self) -> bool:
         """Whether AdamW's weight decay applies to it."""
-        return self.kind in ("matrix", "vocabulary")
+        return self.kind in ("matrix", "vocabulary", *ADAPTER)
 
     @property
     def fp8_products(self) -> bool:
@@ -73,8 +75,10 @@ class Parameter:
     @property
     def fsdp_unit(self) -> Literal["embedding", "experts", "layer", "head", "root"]:
         """What FSDP gathers together; "root" is what the others leave of a chunk."""
-        if self.part in ("embedding", "experts", "head"):
+        if self.part in ("embedding", "head"):
             return self.part
+        if ".experts." in self.name:
+            return "experts"
         return "root" if self.layer is None else "layer"
 
 
@@ -146,12 +150,48 @@ def _mlp(at: str, hidden: int, width: int, part: Part) -> Iterator[Parameter]:
     yield Parameter(f"{at}.down_proj.weight", (hidden, width), part, tp_dim=1, fp8=True)
 
 
-def declared(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Parameter]:
+@cache
+def adapter_parameters(config: ModelConfig, lora: LoraConfig) -> Mapping[str, Parameter]:
+    """The adapters of a model's layers by name; MTP layers have none.
+
+    Those of "layers.3.self_attn.o_proj.weight" [out, in] are "layers.3.self_attn.o_proj.lora_A" [rank, in] and
+    "….lora_B" [out, rank]. Of the routed experts' matrices, gate, up and down, each has its own:
+    "layers.3.mlp.experts.gate_lora_A" [E, rank, in].
+    """
+    rows: list[Parameter] = []
+    for parameter in model_parameters(config).values() if lora.lora_rank else ():
+        owner, _, name = parameter.name.rpartition(".")
+        module = owner.rpartition(".")[2]
+        if parameter.mtp or parameter.part == "indexer" or module not in lora.lora_target_modules:
+            continue
+        if parameter.part == "experts":
+            for matrix in parameter.expert_matrices:
+                experts, out, width = parameter.shape
+                shape = experts, out // len(parameter.expert_matrices), width
+                rows += _adapter(parameter, f"{owner}.{matrix.removesuffix('_proj')}_", shape, lora)
+        elif name == "weight" and parameter.kind == "matrix":
+            rows += _adapter(parameter, f"{owner}.", parameter.shape, lora)
+    return {row.name: row for row in rows}
+
+
+def _adapter(of: Parameter, prefix: str, shape: tuple[int, ...], lora: LoraConfig) -> Iterator[Parameter]:
+    """The two matrices of the adapter of a matrix [out, in], or one an expert, [E, out, in]."""
+    *experts, out, width = shape
+    rank, _ = lora.rank_and_scale(expert=bool(experts))
+    row = replace(of, part="adapters", fp8=False, expert_matrices=())
+    first, second = (*experts, rank, width), (*experts, out, rank)
+    yield replace(row, name=f"{prefix}lora_A", shape=first, kind="lora_A", tp_dim=1 if of.tp_dim == 1 else None)
+    yield replace(row, name=f"{prefix}lora_B", shape=second, kind="lora_B", tp_dim=0 if of.tp_dim == 0 else None)
+
+
+def declared(
+    config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], lora: LoraConfig = NO_ADAPTERS
+) -> dict[str, Parameter]:
     """The declarations of what modules hold: {canonical name: whole shape}.
 
     Raises: ValueError naming a parameter that is not declared, or has another shape here.
     """
-    table = model_parameters(config)
+    table = {**model_parameters(config), **adapter_parameters(config, lora)}
     for name, shape in shapes.items():
         if name not in table or table[name].shape != shape:
             other = list(table[name].shape) if name in table else "missing"

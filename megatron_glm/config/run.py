@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from .data import DataConfig, PretrainDataConfig
 from .fp8 import Fp8Config
 from .indexer import IndexerConfig
+from .lora import LoraConfig
 from .model import ModelConfig
 from .parallel import KernelConfig, ParallelConfig
 from .training import CheckpointConfig, LoggingConfig, LossConfig, OptimizerConfig, TrainConfig
@@ -29,6 +30,7 @@ class RunConfig:
     kernels: KernelConfig = KernelConfig()
     fp8: Fp8Config = Fp8Config()
     indexer: IndexerConfig = IndexerConfig()
+    lora: LoraConfig = LoraConfig()
     logging: LoggingConfig = LoggingConfig()
     hf_folder: str | None = None
 
@@ -45,12 +47,14 @@ class RunConfig:
 
     @property
     def trained_parts(self) -> frozenset[str]:
-        """What this run trains, of "trunk" (all that computes the next token), "indexer" and "mtp".
+        """What this run trains, of "trunk" (all that computes the next token), "indexer", "mtp" and "adapters".
 
         Nothing with --eval-only: all weights are then held in the checkpoint's dtype.
         """
         if self.train.eval_only:
             return frozenset()
+        if self.lora.lora_rank:
+            return frozenset({"adapters"})
         stages = {"off": {"trunk"}, "warmup": {"indexer"}, "sparse": {"trunk", "indexer"}}
         if self.losses.train_only is not None:
             return frozenset({self.losses.train_only})
@@ -99,6 +103,7 @@ class RunConfig:
         self.checkpoint.check()
         self.fp8.check(self.model)
         self._check_indexer()
+        self._check_adapters()
         self.logging.check(world_size)
         if self.kernels.attention_backend in ("cudnn", "tilelang") and not self.train.bf16:
             raise ValueError(
@@ -136,6 +141,22 @@ class RunConfig:
                 f"--attention dense with --deterministic and --attention-backend {self.kernels.attention_backend}: "
                 "the dense backward sums by atomics; --attention-backend torch has the same bits in every run"
             )
+
+    def _check_adapters(self) -> None:
+        self.lora.check(self.model)
+        if not self.lora.lora_rank:
+            return
+        given = f"--lora-rank {self.lora.lora_rank}"
+        mode, rate = self.indexer.indexer_training, self.optimizer.moe_router_bias_update_rate
+        others = {
+            f"--indexer-training {mode}": mode != "off",
+            f"--mtp-num-steps {self.losses.mtp_steps}": self.losses.mtp_steps > 0,
+            f"--train-only {self.losses.train_only}": self.losses.train_only is not None,
+            f"--moe-router-bias-update-rate {rate}": bool(rate),
+        }
+        for flag, contradicts in others.items():
+            if contradicts:
+                raise ValueError(f"{given} with {flag}: adapters are trained alone, all else is frozen")
 
     def _check_profile(self) -> None:
         start, last = self.logging.profile_step_start, self.train.train_iters

@@ -13,6 +13,7 @@ from megatron_glm.config import IndexerConfig, RunConfig
 from megatron_glm.config.indexer import FROZEN
 from megatron_glm.config.model import ModelConfig
 from megatron_glm.config.parameters import declared
+from megatron_glm.model.adapters import add_adapters
 from megatron_glm.model.answers import answers
 from megatron_glm.model.indexer_training import student_fields
 from megatron_glm.model.layer import DecoderLayer, MTPLayer
@@ -91,9 +92,11 @@ class GLMChunk(ModelChunk):
         if stage.head:
             drafts = config.losses.mtp_loss == "tv"
             self.lm_head = DraftHead(*vocabulary, groups.cp) if drafts else VocabParallelHead(*vocabulary)
+        add_adapters(self, model, config.lora)
+        self.adapted = config.lora.lora_rank > 0
         self.shards = {}
         self.shards = collect_shards(self)
-        self.declared = declared(model, {name: info.global_shape for name, info in self.shards.items()})
+        self.declared = declared(model, {name: info.global_shape for name, info in self.shards.items()}, config.lora)
         freeze(model, self, config.trained_parts)
         for name, parameter in self.declared.items():
             if config.fp8.computes(parameter, model.num_hidden_layers):
@@ -118,6 +121,8 @@ class GLMChunk(ModelChunk):
         pack = batch.pack
         if self.begins and self.embed_tokens is not None:
             hidden = self.embed_tokens(pack.local(batch.tokens))
+            if self.adapted and torch.is_grad_enabled():
+                hidden.requires_grad_()  # every stage has a gradient to send, whichever layers have adapters
         else:
             hidden = carry["hidden"]
         topk = gather_values(carry["topk"], self.groups.tp) if "topk" in carry else None

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron_glm.config.model import ModelConfig
+from megatron_glm.config.parameters import ADAPTER
 from megatron_glm.model.mlp import MLP
 from megatron_glm.model.pack import PackRows
 from megatron_glm.model.router import Router
-from megatron_glm.ops.experts import grouped_mlp
+from megatron_glm.ops.experts import ExpertAdapters, grouped_mlp
 from megatron_glm.ops.grad_sum import AS_THEY_ARE
 from megatron_glm.parallel.dispatch.local import Dispatcher
 from megatron_glm.parallel.groups import ParallelGroups
@@ -30,16 +31,32 @@ class Experts(nn.Module):
             raise ValueError(f"n_routed_experts {experts} is not divisible by --expert-model-parallel-size {ep.size()}")
         width, hidden = config.moe_intermediate_size, config.hidden_size
         shapes = {"gate_up": (experts, 2 * width, hidden), "down": (experts, hidden, width)}
-        self.products = AS_THEY_ARE
+        self.products, self.ep = AS_THEY_ARE, groups.ep
+        self.adapter_scale = 0.0  # 0: without adapters
         self.shards = {}
         for name, shape in shapes.items():
-            local = experts // ep.size()
-            setattr(self, name, nn.Parameter(torch.empty(local, *shape[1:])))
-            offsets = (ep.rank() * local, 0, 0)
-            self.shards[name] = ShardInfo(shape, offsets, replica_groups=(), sum_groups=(), expert=True)
+            self._add(name, shape)
+
+    def _add(self, name: str, shape: tuple[int, int, int]) -> None:
+        local = shape[0] // self.ep.size()
+        setattr(self, name, nn.Parameter(torch.empty(local, *shape[1:])))
+        offsets = (self.ep.rank() * local, 0, 0)
+        self.shards[name] = ShardInfo(shape, offsets, replica_groups=(), sum_groups=(), expert=True)
+
+    def adapt(self, rank: int, scale: float) -> None:
+        """Each expert's gate, up and down get an adapter: A [e, rank, in], B [e, out, rank]."""
+        experts, hidden, width = self.shards["down"].global_shape
+        for name, (out, into) in {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}.items():
+            self._add(f"{name}_lora_A", (experts, rank, into))
+            self._add(f"{name}_lora_B", (experts, out, rank))
+        self.adapter_scale = scale
 
     def forward(self, rows: Tensor, row_weights: Tensor, counts: Tensor) -> Tensor:
-        return grouped_mlp(rows, row_weights, counts, self.gate_up, self.down, self.products)
+        adapters = None
+        if self.adapter_scale:
+            gate, up, down = ([getattr(self, f"{name}_{end}") for end in ADAPTER] for name in ("gate", "up", "down"))
+            adapters = ExpertAdapters(gate, up, down, self.adapter_scale)
+        return grouped_mlp(rows, row_weights, counts, self.gate_up, self.down, self.products, adapters)
 
 
 class MoE(nn.Module):

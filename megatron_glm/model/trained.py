@@ -8,13 +8,15 @@ import torch
 from torch import nn
 
 from megatron_glm.config.model import ModelConfig
-from megatron_glm.config.parameters import model_parameters
+from megatron_glm.config.parameters import ADAPTER, model_parameters
 
 TRUNK = frozenset({"trunk"})
 
 
 def part_of(config: ModelConfig, name: str) -> str:
-    """The part of the model with the parameter of this canonical name: "mtp", "indexer", "mtp indexer" or "trunk"."""
+    """The part with the parameter of this canonical name: "adapters", "mtp", "indexer", "mtp indexer" or "trunk"."""
+    if name.endswith(ADAPTER):
+        return "adapters"
     parameter = model_parameters(config)[name]
     if parameter.part == "indexer":
         return "mtp indexer" if parameter.mtp else "indexer"

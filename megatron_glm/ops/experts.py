@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from megatron_glm.ops import grad_sum
 from megatron_glm.ops.grad_sum import AS_THEY_ARE, GradSum, Products, grouped_linear, weight_inputs
 from megatron_glm.ops.swiglu import weighted_swiglu, weighted_swiglu_backward, weighted_swiglu_torch
+
+
+class ExpertAdapters(NamedTuple):
+    """(A [e, r, in], B [e, out, r]) of the gate, up and down matrices, and their scale."""
+
+    gate: list[Tensor]
+    up: list[Tensor]
+    down: list[Tensor]
+    scale: float
+
+    def output(self, x: Tensor, pair: list[Tensor], ends: Tensor) -> Tensor:
+        """What an adapter adds to the product of x [n, in], grouped by expert: [n, out]."""
+        first, second = pair
+        return grouped_linear(grouped_linear(x, first, ends) * self.scale, second, ends)
 
 
 def grouped_mlp(
@@ -17,6 +33,7 @@ def grouped_mlp(
     gate_up: Tensor,
     down: Tensor,
     products: Products = AS_THEY_ARE,
+    adapters: ExpertAdapters | None = None,
 ) -> Tensor:
     """down_e(row_weight * silu(gate_e(x)) * up_e(x)) for rows grouped by expert.
 
@@ -31,12 +48,32 @@ def grouped_mlp(
     """
     ends = counts.cumsum(0).to(torch.int32)
     product = grouped_linear(rows, gate_up, ends, kept=True, products=products)
+    if adapters is not None:
+        halves = adapters.output(rows, adapters.gate, ends), adapters.output(rows, adapters.up, ends)
+        hidden = _Gated.apply(product + torch.cat(halves, dim=-1), row_weights)
+        out = grouped_linear(hidden, down, ends, products=products)
+        return out + adapters.output(hidden, adapters.down, ends)
     if not grad_sum.has_grouped_products(rows):
         return grouped_linear(weighted_swiglu_torch(product, row_weights), down, ends, products=products)
     products = products.bound(down)
     grads: list[Tensor] = []  # where _Down's backward leaves the output's gradient
     product = _Keep.apply(product, row_weights, *weight_inputs(down), ends, grads, products)
     return _Down.apply(product, row_weights.detach(), down.detach(), ends, grads, products)
+
+
+class _Gated(torch.autograd.Function):
+    """`weighted_swiglu` with its gradient."""
+
+    @staticmethod
+    def forward(ctx, gate_up: Tensor, row_weights: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up, row_weights)
+        return weighted_swiglu(gate_up, row_weights)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        # It may overwrite the gradient, which is a sum of autograd's own: of the down projection and its adapter.
+        grad_gate_up, grad_weights, _ = weighted_swiglu_backward(grad, *ctx.saved_tensors)
+        return grad_gate_up, grad_weights
 
 
 class _Keep(torch.autograd.Function):

@@ -37,43 +37,72 @@ def split(shape: tuple[int, ...], dim: int, tp: ProcessGroup) -> tuple[tuple[int
     return tuple(local), ShardInfo(tuple(shape), tuple(offsets), replica_groups=(), sum_groups=(), expert=False)
 
 
-class ReplicatedLinear(nn.Module):
+class ParallelLinear(nn.Module):
+    """A weight [out, in], of which this rank has a part, and the adapter that it may have.
+
+    Args:
+        info: how the weight is cut.
+    """
+
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+
+    def __init__(self, shape: tuple[int, ...], info: ShardInfo, tp: ProcessGroup, kept: bool) -> None:
+        super().__init__()
+        self.tp, self.kept, self.products = tp, kept, AS_THEY_ARE
+        self.weight = nn.Parameter(torch.empty(shape))
+        self.shards = {"weight": info}
+        self.adapter_scale = 0.0  # 0: without adapter
+
+    def adapt(self, rank: int, scale: float) -> None:
+        """Adds scale * B(A x), with A cut as the weight's columns and B as its rows.
+
+        What is not cut is whole on every TP rank, and its gradient a partial sum there: of the rows of the sequence
+        shard, or of the part of the features that the rank has.
+        """
+        out, width = self.shards["weight"].global_shape
+        by_rows, by_columns = (n < whole for n, whole in zip(self.weight.shape, (out, width), strict=True))
+        shapes = {"lora_A": ((rank, width), 1, by_columns), "lora_B": ((out, rank), 0, by_rows)}
+        for name, (shape, dim, cut) in shapes.items():
+            local, info = split(shape, dim, self.tp) if cut else (shape, replicated(shape, self.tp))
+            setattr(self, name, nn.Parameter(torch.empty(local)))
+            self.shards[name] = info
+        self.adapter_scale = scale
+
+    def product(self, x: Tensor) -> Tensor:
+        """x [t, this rank's in] -> [t, this rank's out]."""
+        out = linear(x, self.weight, self.kept, self.products)
+        if self.adapter_scale:
+            out = out + linear(linear(x, self.lora_A) * self.adapter_scale, self.lora_B)
+        return out
+
+
+class ReplicatedLinear(ParallelLinear):
     """x [t/TP, in] -> [t/TP, out] on the sequence shard, with the whole weight [out, in] on every rank."""
 
     def __init__(self, in_features: int, out_features: int, tp: ProcessGroup, kept: bool = False) -> None:
-        super().__init__()
-        self.kept, self.products = kept, AS_THEY_ARE
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
-        self.shards = {"weight": replicated((out_features, in_features), tp)}
+        shape = out_features, in_features
+        super().__init__(shape, replicated(shape, tp), tp, kept)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.kept, self.products)
+        return self.product(x)
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(ParallelLinear):
     """Gathered x [t, in] -> this rank's output features [t, out/TP]; weight rows are split."""
 
     def __init__(self, in_features: int, out_features: int, tp: ProcessGroup, kept: bool = False) -> None:
-        super().__init__()
-        self.kept, self.products = kept, AS_THEY_ARE
-        shape, info = split((out_features, in_features), 0, tp)
-        self.weight = nn.Parameter(torch.empty(shape))
-        self.shards = {"weight": info}
+        super().__init__(*split((out_features, in_features), 0, tp), tp, kept)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.kept, self.products)
+        return self.product(x)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(ParallelLinear):
     """This rank's input features [t, in/TP] -> summed sequence shard [t/TP, out]; weight columns are split."""
 
     def __init__(self, in_features: int, out_features: int, tp: ProcessGroup, kept: bool = False) -> None:
-        super().__init__()
-        self.kept, self.products = kept, AS_THEY_ARE
-        shape, info = split((out_features, in_features), 1, tp)
-        self.weight = nn.Parameter(torch.empty(shape))
-        self.shards = {"weight": info}
-        self.tp = tp
+        super().__init__(*split((out_features, in_features), 1, tp), tp, kept)
 
     def forward(self, x: Tensor) -> Tensor:
-        return scatter_sum_rows(linear(x, self.weight, self.kept, self.products), self.tp)
+        return scatter_sum_rows(self.product(x), self.tp)

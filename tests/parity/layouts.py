@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_glm.config import KernelConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from megatron_glm.data.packing import PackedBatch
+from megatron_glm.model.init import initialize_weights
 from megatron_glm.parallel.groups import ParallelGroups
 from tests.distributed import close_groups
 from tests.reference import recorded, single_groups, small_config
@@ -92,7 +93,9 @@ class Recorder:
         self.optimizer.zero_grad()
 
 
-def train(config: RunConfig, steps: int = 3, make_pack=pack, copies_agree: bool = True) -> Result:
+def train(
+    config: RunConfig, steps: int = 3, make_pack=pack, copies_agree: bool = True, draw=initialize_weights
+) -> Result:
     """Train `steps` steps in this process group and gather what came out on rank 0."""
     from megatron_glm.training.engine import Engine
     from megatron_glm.training.initialize import build_chunks
@@ -101,7 +104,7 @@ def train(config: RunConfig, steps: int = 3, make_pack=pack, copies_agree: bool 
 
     config.check(dist.get_world_size())
     groups = ParallelGroups.create(config.parallel, embedding_copies=config.losses.mtp_steps > 0)
-    chunks = build_chunks(config, groups)
+    chunks = build_chunks(config, groups, draw)
     engine, result = Engine(config, groups, chunks), Result()
 
     def capture() -> None:
@@ -155,16 +158,20 @@ def assemble(tensors: dict, gloo: dist.ProcessGroup, copies_agree: bool) -> dict
     return whole
 
 
-def train_layouts(cases: list[tuple[str, RunConfig]], make_pack=pack) -> dict[str, Result | str]:
+def train_layouts(
+    cases: list[tuple[str, RunConfig]], make_pack=pack, draw=initialize_weights
+) -> dict[str, Result | str]:
     """One spawn, many layouts: name -> result."""
-    return {name: train(config, make_pack=make_pack) for name, config in cases}
+    return {name: train(config, make_pack=make_pack, draw=draw) for name, config in cases}
 
 
-def clear_reference(configured: Callable[[int], RunConfig], make_pack=pack) -> tuple[int, Result]:
+def clear_reference(
+    configured: Callable[[int], RunConfig], make_pack=pack, draw=initialize_weights
+) -> tuple[int, Result]:
     """One process, `configured` with the first seed whose selections are clear by GAP in all three steps."""
     single_groups()
     for seed in range(20):
-        result = train(configured(seed), make_pack=make_pack)
+        result = train(configured(seed), make_pack=make_pack, draw=draw)
         if result.gap >= GAP:
             return seed, result
     raise AssertionError(f"no seed of 20 gives selections that are clear by {GAP}")

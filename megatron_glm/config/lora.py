@@ -1,0 +1,77 @@
+"""Low-rank adapters (LoRA) on a frozen model, as a section of the configuration."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from .model import ModelConfig
+from .section import Section, option
+
+TARGETS = (
+    "q_a_proj",
+    "q_b_proj",
+    "kv_a_proj_with_mqa",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "experts",
+)
+NOT_ADAPTED = {
+    "kv_b_proj": "its weight is multiplied into queries and outputs, and engines that serve it so drop its adapter",
+    **dict.fromkeys(("wq_b", "wk", "weights_proj", "indexer"), "the loss has no gradient for the choice of keys"),
+    **dict.fromkeys(("gate", "router"), "the router stays as it is"),
+    **dict.fromkeys(("embed_tokens", "lm_head"), "the vocabulary's weights stay as they are"),
+}
+GROUPED_MULTIPLE = 8  # grouped products need rows of 16 bytes
+
+
+@dataclass(frozen=True)
+class LoraConfig(Section):
+    """W x becomes W x + scale B(A x), with A [rank, in] and B [out, rank] (arXiv 2106.09685)."""
+
+    lora_rank: int = option(0, "rank of the adapters, which alone are trained; 0: none", minimum=0)
+    lora_alpha: float | None = option(None, "an adapter's scale is alpha / rank (default: twice the rank)", minimum=0)
+    lora_expert_rank: int | None = option(None, "rank of the routed experts' adapters (default: --lora-rank)")
+    lora_target_modules: tuple[str, ...] = option(
+        TARGETS, "which weights have an adapter; gate_proj, up_proj and down_proj are those outside the routed experts"
+    )
+    lora_rslora: bool = option(False, "the scale is alpha / sqrt(rank) (arXiv 2312.03732)")
+    base: str | None = option(None, "the model under the adapters of --load, if it has moved since")
+    base_precision: Literal["fp32", "bf16", "fp8"] | None = option(
+        None, "of the frozen weights; fp8: the routed experts' in blocks, the others' bf16 (default: that of the run)"
+    )
+
+    def rank_and_scale(self, expert: bool) -> tuple[int, float]:
+        """Of a routed expert's adapters, or of the others."""
+        rank = self.lora_expert_rank if expert and self.lora_expert_rank is not None else self.lora_rank
+        alpha = 2.0 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
+        return rank, alpha / (math.sqrt(rank) if self.lora_rslora else rank)
+
+    def check(self, model: ModelConfig) -> None:
+        self.require("lora_rank", "lora_alpha", "lora_expert_rank", "lora_rslora", "base", "base_precision")
+        if not self.lora_rank:
+            if self.lora_target_modules != TARGETS:
+                raise ValueError(f"--lora-target-modules {' '.join(self.lora_target_modules)} needs --lora-rank")
+            return
+        if self.lora_alpha == 0:
+            raise ValueError("--lora-alpha is 0: the adapters would have no effect")
+        for name in self.lora_target_modules:
+            if name in NOT_ADAPTED:
+                raise ValueError(f"--lora-target-modules {name}: {NOT_ADAPTED[name]}")
+            if name not in TARGETS:
+                raise ValueError(f"--lora-target-modules {name} is none of {' '.join(TARGETS)}")
+        rank, _ = self.rank_and_scale(expert=True)
+        experts = "experts" in self.lora_target_modules and any(map(model.is_moe, range(model.num_hidden_layers)))
+        if experts and rank % GROUPED_MULTIPLE:
+            flag = "--lora-rank" if self.lora_expert_rank is None else "--lora-expert-rank"
+            raise ValueError(
+                f"{flag} ({rank}) must be a multiple of {GROUPED_MULTIPLE} for the routed experts' grouped products"
+            )
+        if self.lora_expert_rank is not None and not experts:
+            raise ValueError(f"--lora-expert-rank {self.lora_expert_rank}: no routed expert has an adapter here")
+
+
+NO_ADAPTERS = LoraConfig()
