@@ -50,6 +50,10 @@ class LoraConfig(Section):
         alpha = 2.0 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
         return rank, alpha / (math.sqrt(rank) if self.lora_rslora else rank)
 
+    def precision(self, bf16: bool) -> str:
+        """Of the frozen weights, in a run that computes in bf16 or in fp32."""
+        return self.base_precision or ("bf16" if bf16 else "fp32")
+
     def check(self, model: ModelConfig) -> None:
         self.require("lora_rank", "lora_alpha", "lora_expert_rank", "lora_rslora", "base", "base_precision")
         if not self.lora_rank:

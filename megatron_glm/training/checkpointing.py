@@ -20,6 +20,7 @@ from megatron_glm.checkpoint import sharded
 from megatron_glm.checkpoint.files import check_side_files, write_durably
 from megatron_glm.checkpoint.hf import HFCheckpoint, parameter_shapes
 from megatron_glm.config import PretrainDataConfig, RunConfig, flag_name, iterations
+from megatron_glm.config.parameters import model_parameters
 from megatron_glm.data.loader import MicroBatches
 from megatron_glm.data.pretraining import Blend
 from megatron_glm.model.glm import GLMChunk
@@ -341,9 +342,13 @@ def open_hf(config: RunConfig) -> HFCheckpoint:
 def stored_dtypes(config: RunConfig) -> dict[str, torch.dtype]:
     """The dtypes, by canonical name, of what --load or --load-hf holds; empty without either.
 
-    A Hugging Face folder is read in the dtypes that its conversion would write: FP8 becomes the config's dtype.
+    A Hugging Face folder is read in the dtypes that its conversion would write: FP8 becomes the config's dtype. Under
+    adapters the model has that of --base-precision.
     """
     section = config.checkpoint
+    if config.lora.lora_rank:
+        dtype = torch.float32 if config.lora.precision(config.train.bf16) == "fp32" else torch.bfloat16
+        return {name: dtype for name, each in model_parameters(config.model).items() if each.kind != "buffer"}
     if section.load is not None:
         folder = iterations.iteration_folder(*iterations.start(section.load, section.ckpt_step))
         return {name: dtype for name, (_, dtype) in sharded.Reader(folder).shapes.items()}

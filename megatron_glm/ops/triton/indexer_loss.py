@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 64  # slots that a program works on at a time
+FEW_HEADS, MANY_HEADS = {"num_warps": 4, "num_stages": 3}, {"num_warps": 8, "num_stages": 2}  # above 64: as fits
 LOG2E = tl.constexpr(1.4426950408889634)  # e^x = 2^(x LOG2E)
 
 
@@ -104,7 +105,7 @@ def attention_mass_triton(q: Tensor, kv: Tensor, idx: Tensor, lse: Tensor, scale
     if rows:
         _attention_mass[(rows,)](
             q.contiguous(), kv, idx.contiguous(), lse.contiguous(), _used(idx), mass, slots, scale, heads,
-            padded, left, width - left, BLOCK, num_warps=4 if padded <= 64 else 8, num_stages=3,
+            padded, left, width - left, BLOCK, **FEW_HEADS if padded <= 64 else MANY_HEADS,
         )  # fmt: skip
     return mass
 
