@@ -26,7 +26,7 @@ from megatron_glm.ops.indexer_loss import (
     visible_keys,
 )
 from megatron_glm.ops.recompute import keep_product
-from megatron_glm.ops.rows import Rows, put_rows, row_count
+from megatron_glm.ops.rows import Rows, part_of, put_rows, row_count
 from megatron_glm.parallel.collectives import gather_pack, scatter_sum_rows
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.pipeline.carry import CarryField
@@ -136,12 +136,10 @@ class IndexerTeaching:
         """p [t/TP, K] fp32 of the sequence shard: the mean over the heads of all TP ranks."""
         mass = torch.zeros(keys.shape, dtype=torch.float32, device=keys.device)
         for rows, queries, lse, absorbed in attended:
-            found, of_rows = torch.empty_like(mass[rows]), keys[rows]
             for begin in range(0, len(queries), ROWS):
-                part = slice(begin, begin + ROWS)
+                part, local = slice(begin, begin + ROWS), part_of(rows, begin, begin + ROWS)
                 q = queries[part] if absorbed else self._absorb(queries[part], to_key)
-                found[part] = attention_mass(q, kv, of_rows[part], lse[part], self.scale, self.backend)
-            put_rows(mass, rows, found)
+                put_rows(mass, local, attention_mass(q, kv, keys[local], lse[part], self.scale, self.backend))
         return scatter_sum_rows(mass, self.groups.tp) / self.heads
 
     def _dense_loss(

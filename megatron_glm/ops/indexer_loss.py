@@ -17,6 +17,7 @@ from torch import Tensor
 
 CHUNK_BYTES = 1 << 30  # of all fp32 [rows, keys] arrays that exist at a time
 ARRAYS = 8  # so many of them: teacher, scores, log-probabilities, gradient, and a head's products
+CHUNK_ROWS = 1024  # at most, because their queries in the latent space, 72 KB a row of GLM-5.2, exist beside the arrays
 BLOCK_ELEMENTS = 1 << 24  # fp32 elements of gathered keys, or of the products of some heads: 64 MiB
 
 
@@ -139,7 +140,7 @@ Chunk = tuple[int, int, int, int]  # row begin, row end, key begin, key end
 
 
 def key_chunks(start: Tensor, end: Tensor) -> list[Chunk]:
-    """Runs of rows whose arrays [ranks, rows, keys] stay within CHUNK_BYTES.
+    """Runs of at most CHUNK_ROWS [ranks, rows] whose arrays [ranks, rows, keys] stay within CHUNK_BYTES.
 
     Args:
         start, end: [ranks, rows] int64 on the host, the keys that each row sees, of all ranks that share the heads:
@@ -151,7 +152,7 @@ def key_chunks(start: Tensor, end: Tensor) -> list[Chunk]:
     last = end.masked_fill(~seen, 0).amax(0)
     chunks, begin = [], 0
     while begin < rows:
-        size = rows - begin
+        size = min(rows - begin, max(1, CHUNK_ROWS // ranks))
         while True:
             part = slice(begin, begin + size)
             key, key_end = int(first[part].min()), int(last[part].max())
@@ -210,7 +211,8 @@ class _DenseKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx, iq, ik, w, start, end, chunks, teacher, coefficient, slots):
         loss, recall = torch.zeros((), device=iq.device), torch.zeros((), device=iq.device)
-        grads = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (iq, ik, w)]
+        # A row's queries and weights get their gradients from one chunk, a key from many: its are summed in fp32.
+        grads = [torch.zeros_like(iq), torch.zeros(ik.shape, device=ik.device), torch.zeros_like(w)]
         for chunk in chunks:
             rows, keys = slice(*chunk[:2]), slice(*chunk[2:])
             p, visible = teacher(chunk), visible_keys(start[rows], end[rows], keys)

@@ -14,6 +14,13 @@ def row_count(rows: Rows | None) -> int:
     return rows.stop - rows.start if isinstance(rows, slice) else rows.numel()
 
 
+def part_of(rows: Rows, begin: int, end: int) -> Rows:
+    """rows[begin:end]."""
+    if isinstance(rows, slice):
+        return slice(rows.start + begin, min(rows.start + end, rows.stop))
+    return rows[begin:end]
+
+
 def put_rows(target: Tensor, rows: Rows, values: Tensor) -> None:
     """target[rows] = values, outside autograd."""
     if isinstance(rows, slice):

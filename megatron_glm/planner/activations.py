@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_glm.config import IndexerConfig, ModelConfig, RunConfig
+from megatron_glm.model.indexer_training import ROWS
+from megatron_glm.ops.indexer_loss import CHUNK_BYTES
 
 
 @dataclass(frozen=True)
@@ -94,14 +96,43 @@ def layer_kept(model: ModelConfig, layer: int, s: Shapes, granularity: str) -> i
     return kept + (_products(model, layer, s) if granularity == "selective" else 0)
 
 
-def indexer_kept(indexer: IndexerConfig, model: ModelConfig, layer: int, s: Shapes) -> int:
+def indexer_kept(indexer: IndexerConfig, model: ModelConfig, layer: int, s: Shapes, granularity: str) -> int:
     """What the indexer's loss keeps of a layer: in warm-up the gradients of queries, keys and weights that a teacher
-    has made; in the sparse stage the student's log-probabilities and each teacher's probabilities, fp32."""
+    has made; in the sparse stage the student's log-probabilities and, unless it is computed again, each teacher's
+    probabilities, fp32."""
     teaches, full = bool(indexer.taught_by(model, layer)), model.has_indexer(layer)
     if indexer.indexer_training == "sparse":
-        return (teaches + full) * s.shard * s.slots * 4
+        return (teaches * (granularity != "full") + full) * s.shard * s.slots * 4
+    return teaches * _index_features(model, s, keys=s.pack)
+
+
+def student_arrived(indexer: IndexerConfig, model: ModelConfig, s: Shapes) -> int:
+    """What a stage that begins with a shared layer gets of an earlier stage's indexer to teach it: `student_fields`."""
+    if indexer.indexer_training == "off" or indexer.indexer_teacher == "own":
+        return 0
+    return s.shard * s.slots * 4 if indexer.indexer_training == "sparse" else _index_features(model, s, keys=s.shard)
+
+
+def _index_features(model: ModelConfig, s: Shapes, keys: int) -> int:
+    """Queries and weights of the shard's rows and so many keys, or their gradients."""
     width = model.index_n_heads * (model.index_head_dim * s.b + 4)
-    return teaches * (s.shard * width + s.pack * model.index_head_dim * s.b)
+    return s.shard * width + keys * model.index_head_dim * s.b
+
+
+def indexer_working(indexer: IndexerConfig, model: ModelConfig, s: Shapes) -> int:
+    """Most bytes that the indexer's loss of a layer holds beside what it keeps.
+
+    In warm-up the arrays of a chunk of rows. In the sparse stage the keys of all rows, what the heads add up to, and
+    two of the teacher, its logarithm or gradients, [t, K] of 4 bytes each; and the queries of some dense rows in the
+    latent space, before and after the rope's part is joined to them.
+    """
+    if indexer.indexer_training == "off":
+        return 0
+    if indexer.indexer_training == "warmup":
+        return CHUNK_BYTES
+    width = model.kv_lora_rank + model.qk_rope_head_dim
+    latents = 2 * min(s.dense, ROWS) * model.num_attention_heads // s.tp * width * s.b
+    return 4 * s.tokens * s.slots * 4 + latents
 
 
 def layer_again(model: ModelConfig, layer: int, s: Shapes, granularity: str) -> int:

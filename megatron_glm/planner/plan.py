@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from megatron_glm.config import RunConfig
 from megatron_glm.config.fp8 import MULTIPLE
-from megatron_glm.ops.indexer_loss import CHUNK_BYTES
 from megatron_glm.ops.sparse_mla import PART_BYTES, sums_in_order
 from megatron_glm.parallel.dispatch import Dispatcher, make_dispatcher
 from megatron_glm.parallel.fsdp import holds_whole
@@ -36,10 +35,12 @@ from megatron_glm.planner.activations import (
     head_bytes,
     head_kept,
     indexer_kept,
+    indexer_working,
     layer_again,
     layer_deferred,
     layer_gradients,
     layer_kept,
+    student_arrived,
     vocabulary_elements,
 )
 from megatron_glm.planner.units import FsdpUnit, stage_units
@@ -278,11 +279,12 @@ class Plan:
     def _kept_of_layers(self, stage: Stage) -> int:
         """Bytes of activations of one micro-batch that a virtual stage's layers keep until its backward."""
         granularity, model, s = self.config.parallel.recompute_granularity, self.config.model, self.shapes
-        arrived = s.tokens * s.slots * 4 if stage.needs_topk(model) else 0  # the selection, with the hidden states
         indexer = self.config.indexer
-        student = sum(indexer_kept(indexer, model, layer, s) for layer in stage.layers)
+        student = sum(indexer_kept(indexer, model, layer, s, granularity) for layer in stage.layers)
+        student += student_arrived(indexer, model, s) * stage.needs_topk(model)
         if indexer.indexer_training == "warmup":
             return student
+        arrived = s.tokens * s.slots * 4 if stage.needs_topk(model) else 0  # the selection, with the hidden states
         kept = student + sum(layer_kept(model, layer, s, granularity) for layer in stage.layers)
         if stage.mtp and self.config.losses.mtp_steps:  # and of each step the hidden states, embeddings and their pair
             step = layer_kept(model, model.num_hidden_layers, s, granularity) + 4 * s.shard * model.hidden_size * s.b
@@ -322,6 +324,7 @@ class Plan:
         ordered = sums_in_order(kernels.attention_backend, kernels.deterministic, s.pack)
         gradients = layer_gradients(model, s) + (PART_BYTES if ordered else 0)
         layers = [layer for stage in self.layout.of_rank(pp_rank) for layer in stage.layers]
-        if self.config.indexer.indexer_training == "warmup":  # of a layer's forward, and the loss's chunk
-            return max((layer_kept(model, i, s, "none") for i in layers), default=0) + CHUNK_BYTES
-        return max((layer_again(model, i, s, granularity) + gradients for i in layers), default=0)
+        loss = indexer_working(self.config.indexer, model, s)
+        if self.config.indexer.indexer_training == "warmup":  # of a layer's forward
+            return max((layer_kept(model, i, s, "none") + loss for i in layers), default=0)
+        return max((layer_again(model, i, s, granularity) + gradients + loss for i in layers), default=0)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron_glm.ops import indexer_loss
 from megatron_glm.ops.indexer_loss import attention_mass, dense_kl, dense_mass, key_chunks, selected_kl
@@ -174,12 +179,64 @@ def test_rows_without_any_key_are_nothing():
     assert loss == recall == 0 and not any(g.any() for g in torch.autograd.grad(loss, leaves))
 
 
-def test_chunks_of_128k_rows_stay_within_their_bytes():
-    end = torch.arange(1, 131073)[None]
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_chunks_of_128k_rows_stay_within_their_bytes(ranks):
+    end = torch.arange(1, 131073).view(ranks, -1)
     chunks = key_chunks(torch.zeros_like(end), end)
-    sizes = [(b - a) * (v - u) * 4 * indexer_loss.ARRAYS for a, b, u, v in chunks]
-    assert max(sizes) <= 1 << 30 and sum(b - a for a, b, *_ in chunks) == 131072
+    sizes = [ranks * (b - a) * (v - u) * 4 * indexer_loss.ARRAYS for a, b, u, v in chunks]
+    assert max(sizes) <= 1 << 30 and ranks * sum(b - a for a, b, *_ in chunks) == 131072
+    assert max(ranks * (b - a) for a, b, *_ in chunks) <= indexer_loss.CHUNK_ROWS
     assert len(chunks) < 1000
+
+
+class LiveBytes(TorchDispatchMode):
+    """`most`: the most bytes that tensors made under it held at a time. What an operation needs inside is not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handles, self.live, self.most = Counter[int](), 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self.handles[storage.data_ptr()] += 1
+                self.live += storage.nbytes() * (self.handles[storage.data_ptr()] == 1)
+                weakref.finalize(tensor, self.drop, storage.data_ptr(), storage.nbytes())
+        self.most = max(self.most, self.live)
+        return result
+
+    def drop(self, pointer: int, size: int) -> None:
+        self.handles[pointer] -= 1
+        self.live -= size * (self.handles[pointer] == 0)
+
+
+def test_a_chunk_needs_no_more_than_its_bytes(monkeypatch):
+    """All that warm-up's loss holds beside its inputs and their gradients, at 1/512 of the sizes."""
+    monkeypatch.setattr(indexer_loss, "CHUNK_BYTES", indexer_loss.CHUNK_BYTES >> 9)
+    monkeypatch.setattr(indexer_loss, "BLOCK_ELEMENTS", indexer_loss.BLOCK_ELEMENTS >> 9)
+    rows, width = 512, 4
+    start, end = torch.zeros(rows, dtype=torch.int32), torch.arange(1, rows + 1, dtype=torch.int32)
+    iq, q = torch.randn(rows, 8, width), torch.randn(rows, 8, width)
+    ik, kv, w, lse = (
+        torch.randn(rows, width),
+        torch.randn(rows, width),
+        torch.randn(rows, 8),
+        torch.full((rows, 8), 3.0),
+    )
+
+    def teacher(chunk) -> Tensor:
+        part, keys = slice(*chunk[:2]), slice(*chunk[2:])
+        visible = indexer_loss.visible_keys(start[part], end[part], keys)
+        return dense_mass(q[part], kv[keys], lse[part], visible, SCALE) / 8
+
+    chunks = key_chunks(start.long()[None], end.long()[None])
+    largest = max((b - a) * (v - u) for a, b, u, v in chunks)
+    with LiveBytes() as memory:
+        dense_kl(iq, ik, w, start, end, chunks, teacher, 1.0, 32)
+    gradients = 4 * (iq.numel() + ik.numel() + w.numel())
+    assert 4 * 4 * largest < memory.most - gradients <= indexer_loss.CHUNK_BYTES and len(chunks) >= 3
 
 
 def test_selected_teacher_of_several_layers_is_their_mean():
