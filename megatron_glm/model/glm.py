@@ -102,6 +102,9 @@ class GLMChunk(ModelChunk):
             if config.fp8.computes(parameter, model.num_hidden_layers):
                 holder: Any = self.get_submodule(name.rpartition(".")[0])
                 holder.products = fp8_products(config.fp8, parameter.part)
+        for layer in self.layers.values():
+            assert isinstance(layer, DecoderLayer)
+            layer.share_casts(gathers=groups.tp.size() > 1)
 
     def forward(self, batch: MicroBatch, carry: Carry) -> tuple[Carry, dict[str, Tensor]]:
         """Run one micro-batch.

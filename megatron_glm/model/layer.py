@@ -42,6 +42,14 @@ class DecoderLayer(nn.Module):
             else MLP(model.hidden_size, model.intermediate_size, groups.tp)
         )
 
+    def share_casts(self, gathers: bool) -> None:
+        """Norms cast their result for the product in FP8 that takes it; with `gathers` only q_a takes it as it is."""
+        attention, mlp = self.self_attn, self.mlp.shared_experts if isinstance(self.mlp, MoE) else self.mlp
+        self.input_layernorm.casts = attention.q_a_proj.products.takes_casts
+        attention.q_a_layernorm.casts = attention.q_b_proj.products.takes_casts and not gathers
+        assert isinstance(mlp, MLP)
+        self.post_attention_layernorm.casts = mlp.gate_proj.products.takes_casts and not gathers
+
     def forward(self, x: Tensor, pack: PackRows, topk: Tensor | None, student: Student = ()) -> LayerOutput:
         return self._run(x, pack, topk, student, None)[0]
 

@@ -22,4 +22,4 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = gather_rows(x, self.tp)
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x), self.down_proj.products.takes_casts))

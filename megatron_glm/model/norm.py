@@ -13,8 +13,11 @@ from megatron_glm.parallel.linear import replicated
 class RMSNorm(nn.Module):
     """weight * cast(x * rsqrt(mean(x^2) + eps)): computed in fp32, cast to x's dtype, then scaled. x: [t, dim].
 
-    CUDA in bf16 runs one kernel forward and one backward; every other case is plain torch.
+    CUDA in bf16 runs one kernel forward and one backward; every other case is plain torch. Where `casts` is set, a
+    product in FP8 takes the result, and that kernel casts it, too.
     """
+
+    casts = False
 
     def __init__(self, dim: int, eps: float, tp: ProcessGroup) -> None:
         super().__init__()
@@ -26,7 +29,7 @@ class RMSNorm(nn.Module):
         if self._fused(x):
             from megatron_glm.ops.triton.rmsnorm import rms_norm  # needs Triton, which a CPU-only torch has not
 
-            return rms_norm(x, self.weight, self.eps)
+            return rms_norm(x, self.weight, self.eps, self.casts)
         return self.weight * F.rms_norm(x, x.shape[-1:], eps=self.eps)  # torch's kernel computes and keeps fp32 inside
 
     def add(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,7 +37,7 @@ class RMSNorm(nn.Module):
         if self._fused(x):
             from megatron_glm.ops.triton.rmsnorm import add_rms_norm
 
-            return add_rms_norm(x, added, self.weight, self.eps)
+            return add_rms_norm(x, added, self.weight, self.eps, self.casts)
         x = x + added
         return x, self(x)
 

@@ -105,7 +105,9 @@ class _Keep(torch.autograd.Function):
         gate_up, row_weights, down, ends = ctx.saved_tensors
         grad = ctx.grads.pop()
         grad_hidden = ctx.products.input_gradient(grad, down, ends)
-        grad_gate_up, grad_weights, hidden = weighted_swiglu_backward(grad_hidden, gate_up, row_weights)
+        grad_gate_up, grad_weights, hidden = weighted_swiglu_backward(
+            grad_hidden, gate_up, row_weights, ctx.products.takes_casts
+        )
         grad_down = None
         if ctx.total is not None:
             ctx.total.add_product(grad, hidden, ends, ctx.products)
@@ -128,7 +130,7 @@ class _Down(torch.autograd.Function):
         products: Products,
     ) -> Tensor:
         ctx.grads = grads
-        return products.output(weighted_swiglu(gate_up, row_weights), down, ends)
+        return products.output(weighted_swiglu(gate_up, row_weights, products.takes_casts), down, ends)
 
     @staticmethod
     def backward(ctx, grad: Tensor):

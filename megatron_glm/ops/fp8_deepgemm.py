@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_glm.ops.fp8 import Blocks
+from megatron_glm.ops.fp8_casts import columns_of, rows_of
 from megatron_glm.ops.fp8_products import Fp8Products
 from megatron_glm.ops.triton import fp8 as casts
 
@@ -20,6 +21,8 @@ RECIPE = (1, 1, 128)  # of a weight's gradient: both operands have a scale for e
 
 class DeepGemmProducts(Fp8Products):
     """bf16 tensors on a GPU; weights and their blocks as `Fp8Products` has them."""
+
+    takes_casts = True
 
     def cast_weight(self, weight: Tensor, into: Blocks | None = None) -> Blocks:
         room = None
@@ -30,17 +33,17 @@ class DeepGemmProducts(Fp8Products):
 
     def output(self, x: Tensor, weight: Tensor, ends: Tensor | None = None) -> Tensor:
         blocks = self.blocks_of(weight)
-        return _multiply(casts.cast_rows(x), (blocks.values, blocks.scales), ends)
+        return _multiply(rows_of(x), (blocks.values, blocks.scales), ends)
 
     def input_gradient(self, gradient: Tensor, weight: Tensor, ends: Tensor | None = None) -> Tensor:
-        return _multiply(casts.cast_rows(gradient), self.blocks_of(weight).for_gradients(), ends)
+        rows = rows_of(gradient, columns_too=self.weight_gradients and ends is None)
+        return _multiply(rows, self.blocks_of(weight).for_gradients(), ends)
 
     def add_in_fp8(self, total: Tensor | None, gradient: Tensor, x: Tensor) -> Tensor:
         if total is None:
             total = torch.zeros(gradient.shape[1], x.shape[1], device=x.device)
         if len(x):
-            operands = casts.cast_columns(gradient), casts.cast_columns(x)
-            deep_gemm.fp8_gemm_nt(*operands, total, c=total, recipe=RECIPE)
+            deep_gemm.fp8_gemm_nt(columns_of(gradient), columns_of(x), total, c=total, recipe=RECIPE)
         return total
 
 

@@ -27,6 +27,8 @@ ALIGNED = 4  # scales in a line of a weight's, as cuBLASLt wants them
 class TransformerEngineProducts(DeepGemmProducts):
     """bf16 tensors of a multiple of 128 rows on a GPU."""
 
+    takes_casts = False
+
     def output(self, x: Tensor, weight: Tensor, ends: Tensor | None = None) -> Tensor:
         if ends is not None:
             return super().output(x, weight, ends)

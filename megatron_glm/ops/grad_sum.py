@@ -43,6 +43,8 @@ class Products:
     go with weight[i] of [e, out, in]. Rows past the last end are tail: undefined, and part of no sum.
     """
 
+    takes_casts = False  # whether a kernel that writes an x makes its cast, too (`ops/fp8_casts.py`)
+
     def bound(self, weight: Tensor) -> Products:
         """The products of this weight, where a precision holds more of it than its values."""
         return self

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megatron_glm.ops.fp8_casts import remembered, room_for
+
 
 @dataclass(frozen=True)
 class RowMap:
@@ -76,10 +78,12 @@ def _fused():
 
 def _copied(x: Tensor, weights: Tensor | None, rows: RowMap) -> tuple[Tensor, Tensor | None]:
     """The rows, and their weights if those of the slots are given, by the Triton kernels."""
-    copied, row_weights = _fused().copy_rows(x, weights, rows.position, rows.size)
+    cast = rows.filled is not None and x.shape[1] % rows.multiple == 0  # products in FP8 take them
+    room = room_for(x, cast, rows.size)
+    copied, row_weights = _fused().copy_rows(x, weights, rows.position, rows.size, room)
     if rows.filled is not None:
-        _fused().zero_rows(copied, row_weights, rows.filled, rows.counts, rows.multiple)
-    return copied, row_weights
+        _fused().zero_rows(copied, row_weights, rows.filled, rows.counts, rows.multiple, room)
+    return remembered(copied, room), row_weights
 
 
 def _filled(values: Tensor, slots: Tensor, rows: RowMap) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -80,6 +81,60 @@ def test_casts_of_weights_have_the_bits_of_the_definition(dtype):
     values.view(torch.uint8).fill_(1)
     casts.cast_blocks(w, (values, scales, *across))
     same((values, scales), fp8.quantize(w.bfloat16()))
+
+
+@pytest.mark.parametrize("width", [256, 2048, 2304])
+def test_kernels_that_write_a_tensor_cast_it_as_the_cast_does(width):
+    from megatron_glm.ops.fp8_casts import rows_of
+    from megatron_glm.ops.swiglu import swiglu, weighted_swiglu, weighted_swiglu_backward
+    from megatron_glm.ops.triton.fp8 import cast_rows
+    from megatron_glm.ops.triton.rmsnorm import add_rms_norm, rms_norm
+
+    x, added, weight = randn(77, width), randn(77, width), randn(width)
+    both, row_weights = randn(77, 2 * width), torch.rand(77, device="cuda")
+
+    def written(cast: bool) -> Iterator[Tensor]:
+        gradient, *others = weighted_swiglu_backward(x.clone(), both, row_weights, cast)
+        yield gradient
+        yield rms_norm(x, weight, 1e-5, cast)
+        yield add_rms_norm(x, added, weight, 1e-5, cast)[1]
+        yield swiglu(x, added, cast)
+        yield weighted_swiglu(both, row_weights, cast)
+        yield others[1]  # what the forward had returned
+
+    for ours, plain in zip(written(True), written(False), strict=True):
+        assert torch.equal(ours, plain)
+        same(rows_of(ours), cast_rows(ours))
+
+
+def test_a_cast_is_found_again_until_its_tensor_changes(monkeypatch):
+    from megatron_glm.ops import fp8_casts
+    from megatron_glm.ops.triton import fp8 as casts
+
+    made = []
+    original = casts.cast_rows
+    monkeypatch.setattr(casts, "cast_rows", lambda x: made.append(x.shape) or original(x))
+    x = randn(130, 256)
+    first = fp8_casts.rows_of(x)
+    assert fp8_casts.rows_of(x) is first and len(made) == 1
+    x.add_(1)
+    same(fp8_casts.rows_of(x), original(x))
+    assert len(made) == 2
+
+
+def test_moved_rows_are_cast_with_their_padding():
+    from megatron_glm.ops.fp8_casts import rows_of
+    from megatron_glm.ops.triton.fp8 import cast_rows
+
+    ids, x, weights = torch.randint(-1, 5, (400, 3), device="cuda"), randn(400, 2304), torch.rand(400, 3, device="cuda")
+    rows, plain = RowMap.build(ids, 6, 128), RowMap.build(ids, 6)
+    torch.full((1 << 26,), NAN, device="cuda")  # what is allocated next holds NaN
+    moved, row_weights = permute(x, weights, rows)
+    used, slots = int(rows.counts.sum()), ids >= 0
+    assert torch.equal(moved[rows.position[slots]], permute(x, weights, plain)[0][plain.position[slots]])
+    assert moved[:used].count_nonzero() == moved[rows.position[slots]].count_nonzero()
+    assert row_weights[:used].count_nonzero() == int(slots.sum())
+    same(tuple(part[:used] for part in rows_of(moved)), tuple(part[:used] for part in cast_rows(moved)))
 
 
 @pytest.mark.parametrize("tokens", [4096, 1000, 1])

@@ -14,20 +14,41 @@ from torch import Tensor
 from megatron_glm.ops.fp8 import FP8, SMALLEST_SCALE
 
 TILE = 128
+SMALLEST = tl.constexpr(SMALLEST_SCALE)
 WARPS = 8
 ALIGNED = 4  # rows between the lines of scales: 16 bytes, TMA's granularity
 
 
 @triton.jit
-def _quantum(largest, smallest):
+def _quantum(largest):
     """The scale of a block, and its inverse."""
-    scale = tl.maximum(tl.div_rn(largest, 448.0), smallest)
+    scale = tl.maximum(tl.div_rn(largest, 448.0), SMALLEST)
     return scale, tl.div_rn(1.0, scale)
 
 
 @triton.jit
+def cast_groups(values, groups: tl.constexpr):
+    """values of groups * 128 elements, of whole rows or of one, as they
+    are rounded in memory -> e4m3 [groups, 128] and scales [groups]."""
+    values = tl.reshape(values.to(tl.float32), (groups, 128))
+    scale, inverse = _quantum(tl.max(tl.abs(values), axis=1))
+    return tl.clamp(values * inverse[:, None], -448.0, 448.0).to(tl.float8e4nv), scale
+
+
+@triton.jit
+def store_groups(cast, scale, values, scales, row, first, inside, width, line):
+    """What `cast_groups` made, into values [rows, width] and scales [width / 128, line].
+
+    row, first, inside [groups]: of each group its row, its first column, and whether it is to be stored.
+    """
+    place = (row.to(tl.int64) * width + first)[:, None] + tl.arange(0, 128)[None, :]
+    tl.store(values + place, cast, mask=inside[:, None])
+    tl.store(scales + (first // 128).to(tl.int64) * line + row, scale, mask=inside)
+
+
+@triton.jit
 def _cast_lines(
-    x, along, along_scales, across, across_scales, rows, columns, line, depth, smallest,
+    x, along, along_scales, across, across_scales, rows, columns, line, depth,
     has_along: tl.constexpr, has_across: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     """x [rows, columns]; along [rows, columns] with scales [columns / tile, line], one a row and tile of columns;
@@ -39,26 +60,26 @@ def _cast_lines(
     value = tl.load(x + place, mask=inside[:, None], other=0.0).to(tl.float32)
     size = tl.abs(value)
     if has_along:
-        scale, inverse = _quantum(tl.max(size, axis=1), smallest)
+        scale, inverse = _quantum(tl.max(size, axis=1))
         cast = tl.clamp(value * inverse[:, None], -448.0, 448.0).to(tl.float8e4nv)
         tl.store(along + place, cast, mask=inside[:, None])
         tl.store(along_scales + tl.program_id(1).to(tl.int64) * line + row, scale, mask=inside)
     if has_across:
-        scale, inverse = _quantum(tl.max(size, axis=0), smallest)
+        scale, inverse = _quantum(tl.max(size, axis=0))
         cast = tl.clamp(value * inverse[None, :], -448.0, 448.0).to(tl.float8e4nv)
         tl.store(across + column[:, None].to(tl.int64) * depth + row[None, :], tl.trans(cast))
         tl.store(across_scales + tl.program_id(0).to(tl.int64) * columns + column, scale)
 
 
 @triton.jit
-def _cast_blocks(w, values, scales, across, across_scales, rows, columns, smallest, tile: tl.constexpr):
+def _cast_blocks(w, values, scales, across, across_scales, rows, columns, tile: tl.constexpr):
     """w [matrices, rows, columns], rounded to bf16; across: the transpose of each matrix."""
     block_row, block_column, matrix = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     row, column = block_row * tile + tl.arange(0, tile), block_column * tile + tl.arange(0, tile)
     first, first_scale = matrix * rows * columns, matrix * (rows // tile) * (columns // tile)
     place = first + row[:, None].to(tl.int64) * columns + column[None, :]
     value = tl.load(w + place).to(tl.bfloat16).to(tl.float32)
-    scale, inverse = _quantum(tl.max(tl.max(tl.abs(value), axis=1), axis=0), smallest)
+    scale, inverse = _quantum(tl.max(tl.max(tl.abs(value), axis=1), axis=0))
     cast = tl.clamp(value * inverse, -448.0, 448.0).to(tl.float8e4nv)
     tl.store(values + place, cast)
     tl.store(scales + first_scale + block_row * (columns // tile) + block_column, scale)
@@ -68,7 +89,7 @@ def _cast_blocks(w, values, scales, across, across_scales, rows, columns, smalle
 
 def cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [n, k], k a multiple of 128 -> e4m3 [n, k] and scales [n, k / 128], as `quantize(x, ROW)`."""
-    along, scales = _room(x)
+    along, scales = room(x)
     _launch(x, along, scales, None, None)
     return along, scales
 
@@ -85,7 +106,7 @@ def cast_columns(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def cast_both(x: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """`cast_rows` and `cast_columns`, reading x once."""
-    rows, columns = _room(x), _room_across(x)
+    rows, columns = room(x), _room_across(x)
     _launch(x, *rows, *columns)
     return rows, columns
 
@@ -101,17 +122,21 @@ def cast_blocks(w: Tensor, into: tuple[Tensor, ...] | None = None) -> tuple[Tens
     values, scales, across, across_scales = into
     if w.numel():
         grid = (rows // TILE, columns // TILE, w.numel() // (rows * columns))
-        _cast_blocks[grid](
-            w.contiguous(), values, scales, across, across_scales, rows, columns, SMALLEST_SCALE, TILE, num_warps=WARPS
-        )
+        _cast_blocks[grid](w.contiguous(), values, scales, across, across_scales, rows, columns, TILE, num_warps=WARPS)
     return values, scales, across, across_scales
 
 
-def _room(x: Tensor) -> tuple[Tensor, Tensor]:
-    rows, columns = x.shape
+def room(x: Tensor, rows: int | None = None) -> tuple[Tensor, Tensor]:
+    """Memory for the cast by rows of x [n, k], or of so many rows like its own."""
+    rows, columns = len(x) if rows is None else rows, x.shape[1]
     line = triton.cdiv(rows, ALIGNED) * ALIGNED
     scales = x.new_empty(columns // TILE, line, dtype=torch.float32)
     return x.new_empty(rows, columns, dtype=FP8), scales[:, :rows].t()
+
+
+def cast_arguments(instead: Tensor, cast: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, int]:
+    """What a kernel takes to write a cast by rows: values, scales, line to line; `instead` where it writes none."""
+    return (instead, instead, 0) if cast is None else (*cast, cast[1].stride(1))
 
 
 def _room_across(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,6 +154,6 @@ def _launch(
     depth = 0 if across is None else across.shape[1]
     given = [x if part is None else part for part in (along, along_scales, across, across_scales)]
     _cast_lines[(triton.cdiv(rows, TILE), columns // TILE)](
-        x.contiguous(), *given, rows, columns, line, depth, SMALLEST_SCALE,
+        x.contiguous(), *given, rows, columns, line, depth,
         along is not None, across is not None, TILE, num_warps=WARPS,
     )  # fmt: skip

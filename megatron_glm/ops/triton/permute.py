@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_glm.ops.triton.fp8 import cast_arguments, cast_groups, store_groups
+
 BLOCK = 2048  # elements of a row that a program holds at a time
 KEYS = 64  # keys that a program sorts among themselves, by comparing all pairs
 GROUPS = 64  # groups that it counts at a time
@@ -48,15 +50,21 @@ def _place_keys(key, ends, position, counts, total, groups, keys: tl.constexpr, 
 
 @triton.jit
 def _copy_rows(
-    x, weights, position, out, row_weights, slots: tl.constexpr, dim, weighted: tl.constexpr, block: tl.constexpr
-):
+    x, weights, position, out, row_weights, cast, scales, line, slots: tl.constexpr, dim, weighted: tl.constexpr,
+    casts: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < dim
-    value = tl.load(x + token * dim + column, mask=inside)
+    value = tl.load(x + token * dim + column, mask=inside, other=0.0)
+    if casts:
+        values, scale = cast_groups(value, block // 128)
+        first = tl.program_id(1) * block + tl.arange(0, block // 128) * 128
     for k in tl.static_range(slots):
         row = tl.load(position + token * slots + k)
         tl.store(out + row * dim + column, value, mask=inside & (row >= 0))
+        if casts:
+            store_groups(values, scale, cast, scales, row + 0 * first, first, (first < dim) & (row >= 0), dim, line)
         if weighted:
             weight = tl.load(weights + token * slots + k)
             tl.store(row_weights + row, weight, mask=(row >= 0) & (tl.program_id(1) == 0))
@@ -82,7 +90,10 @@ def _sum_rows(
 
 
 @triton.jit
-def _zero_rows(out, row_weights, filled, ends, most, dim, weighted: tl.constexpr, block: tl.constexpr):
+def _zero_rows(
+    out, row_weights, cast, scales, line, filled, ends, most, dim, weighted: tl.constexpr, casts: tl.constexpr,
+    block: tl.constexpr,
+):  # fmt: skip
     """One row of those without a slot: of most a group there is at most one less."""
     group, number = tl.program_id(0) // most, tl.program_id(0) % most
     end = tl.load(ends + group)
@@ -91,6 +102,10 @@ def _zero_rows(out, row_weights, filled, ends, most, dim, weighted: tl.constexpr
     column = tl.program_id(1) * block + tl.arange(0, block)
     zero = tl.zeros((block,), out.dtype.element_ty)
     tl.store(out + row * dim + column, zero, mask=(column < dim) & (row < end))
+    if casts:
+        values, scale = cast_groups(zero, block // 128)
+        first = tl.program_id(1) * block + tl.arange(0, block // 128) * 128
+        store_groups(values, scale, cast, scales, row + 0 * first, first, (first < dim) & (row < end), dim, line)
     if weighted:
         tl.store(row_weights + row, 0.0, mask=(row < end) & (tl.program_id(1) == 0))
 
@@ -109,14 +124,22 @@ def place(key: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     return position, counts
 
 
-def copy_rows(x: Tensor, weights: Tensor | None, position: Tensor, size: int) -> tuple[Tensor, Tensor | None]:
-    """x [t, D], weights [t, S] fp32, position [t, S] (-1 = none) -> [size, D] and [size]; no other row is written."""
+def copy_rows(
+    x: Tensor, weights: Tensor | None, position: Tensor, size: int, cast: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """x [t, D], weights [t, S] fp32, position [t, S] (-1 = none) -> [size, D] and [size]; no other row is written.
+
+    cast: where the rows are written in FP8, too (`fp8.room`); D is a multiple of 128 then.
+    """
     (tokens, slots), dim = position.shape, x.shape[1]
     out, row_weights = x.new_empty(size, dim), None if weights is None else weights.new_empty(size)
     if size:
         grid, weighted = (tokens, triton.cdiv(dim, BLOCK)), weights is not None
         given = (x, out) if weights is None else (weights.contiguous(), row_weights)
-        _copy_rows[grid](x.contiguous(), given[0], position, out, given[1], slots, dim, weighted, BLOCK)
+        _copy_rows[grid](
+            x.contiguous(), given[0], position, out, given[1], *cast_arguments(x, cast), slots, dim, weighted,
+            cast is not None, BLOCK,
+        )  # fmt: skip
     return out, row_weights
 
 
@@ -132,7 +155,10 @@ def sum_rows(source: Tensor, row_weights: Tensor | None, position: Tensor) -> tu
     return out, weights
 
 
-def zero_rows(out: Tensor, row_weights: Tensor | None, filled: Tensor, counts: Tensor, multiple: int) -> None:
+def zero_rows(
+    out: Tensor, row_weights: Tensor | None, filled: Tensor, counts: Tensor, multiple: int,
+    cast: tuple[Tensor, Tensor] | None = None,
+) -> None:  # fmt: skip
     """Zeroes what `copy_rows` leaves of each group's counts [groups] rows: those behind the first filled [groups].
 
     multiple: above the most of them that a group has.
@@ -140,4 +166,7 @@ def zero_rows(out: Tensor, row_weights: Tensor | None, filled: Tensor, counts: T
     if len(out):
         grid = (len(counts) * multiple, triton.cdiv(out.shape[1], BLOCK))
         weights, weighted = (out, False) if row_weights is None else (row_weights, True)
-        _zero_rows[grid](out, weights, filled, counts.cumsum(0), multiple, out.shape[1], weighted, BLOCK)
+        _zero_rows[grid](
+            out, weights, *cast_arguments(out, cast), filled, counts.cumsum(0), multiple, out.shape[1], weighted,
+            cast is not None, BLOCK,
+        )  # fmt: skip

@@ -10,14 +10,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_glm.ops.fp8_casts import remembered, room_for
+from megatron_glm.ops.triton.fp8 import cast_arguments, cast_groups, store_groups
+
 TILE = 4096  # elements that a program holds at a time: several short rows, or at least one long one
 PROGRAMS = 264  # of the backward, two for each multiprocessor of an H200; a constant, so that sums keep their order
 
 
 @triton.jit
 def _forward(
-    x, x_stride, added, added_stride, weight, total, out, rstd, rows, dim, eps,
-    has_added: tl.constexpr, height: tl.constexpr, width: tl.constexpr,
+    x, x_stride, added, added_stride, weight, total, out, rstd, cast, scales, line, rows, dim, eps,
+    has_added: tl.constexpr, casts: tl.constexpr, height: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * height + tl.arange(0, height)[:, None]
     column = tl.arange(0, width)[None, :]
@@ -31,8 +34,15 @@ def _forward(
     scale = tl.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) / dim + eps)
     normed = (value * scale).to(kind).to(tl.float32)
     scaled = normed * tl.load(weight + column, mask=column < dim, other=0.0).to(tl.float32)
-    tl.store(out + row * dim + column, scaled.to(kind), mask=inside)
+    scaled = scaled.to(kind)
+    tl.store(out + row * dim + column, scaled, mask=inside)
     tl.store(rstd + row, scale, mask=row < rows)
+    if casts:
+        groups: tl.constexpr = width // 128  # of a row; dim is a multiple of 128, so none is of two rows or half inside
+        values, sizes = cast_groups(scaled, height * groups)
+        number = tl.arange(0, height * groups)
+        line_of, first = tl.program_id(0) * height + number // groups, number % groups * 128
+        store_groups(values, sizes, cast, scales, line_of, first, (line_of < rows) & (first < dim), dim, line)
 
 
 @triton.jit
@@ -76,18 +86,20 @@ class _RMSNorm(torch.autograd.Function):
     """With `added`: x + added first, which is an output, too."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, added: Tensor | None, weight: Tensor, eps: float):
+    def forward(ctx, x: Tensor, added: Tensor | None, weight: Tensor, eps: float, cast: bool):
         x = _by_rows(x)
         rows, dim = x.shape
         out, rstd = x.new_empty(rows, dim), x.new_empty(rows, dtype=torch.float32)
         other = x if added is None else _by_rows(added)
         total = x if added is None else torch.empty_like(out)
+        into = room_for(out, cast)
         if rows:
             height, width, warps = _tile(dim)
             _forward[(triton.cdiv(rows, height),)](
-                x, x.stride(0), other, other.stride(0), weight, total, out, rstd, rows, dim, eps,
-                added is not None, height, width, num_warps=warps,
+                x, x.stride(0), other, other.stride(0), weight, total, out, rstd, *cast_arguments(out, into), rows,
+                dim, eps, added is not None, cast, height, width, num_warps=warps,
             )  # fmt: skip
+        remembered(out, into)
         ctx.save_for_backward(total, weight, rstd)
         return out if added is None else (total, out)
 
@@ -107,14 +119,17 @@ class _RMSNorm(torch.autograd.Function):
                 grad, grad.stride(0), grad_total, grad_total.stride(0), x, x.stride(0), weight, rstd, grad_x, partial,
                 rows, dim, triton.cdiv(tiles, programs), has_total, height, width, num_warps=warps,
             )  # fmt: skip
-        return grad_x, grad_x if has_total else None, partial.sum(0).to(weight.dtype), None
+        return grad_x, grad_x if has_total else None, partial.sum(0).to(weight.dtype), None, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [n, D], rows of any stride; weight [D] -> weight * cast(x * rsqrt(mean(x^2) + eps)), in x's dtype."""
-    return _RMSNorm.apply(x, None, weight, eps)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, cast: bool = False) -> Tensor:
+    """x [n, D], rows of any stride; weight [D] -> weight * cast(x * rsqrt(mean(x^2) + eps)), in x's dtype.
+
+    cast: a product in FP8 takes the result, so the kernel casts it, too; D is a multiple of 128 then.
+    """
+    return _RMSNorm.apply(x, None, weight, eps, cast)
 
 
-def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float, cast: bool = False) -> tuple[Tensor, Tensor]:
     """The sum of x and added [n, D], rounded to their dtype, and its `rms_norm`."""
-    return _RMSNorm.apply(x, added, weight, eps)
+    return _RMSNorm.apply(x, added, weight, eps, cast)

@@ -1,0 +1,76 @@
+"""Casts of tensors on a GPU that were made a moment ago, by the kernel that wrote the tensor or by its first product.
+
+A tensor is cast once: the gate and the up projection take the same rows, a gradient is read once for both products.
+A cast is found again by its tensor, the same object unchanged; the last few are kept, as long as their tensor lives.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+
+from torch import Tensor
+
+Cast = tuple[Tensor, Tensor]  # values and scales
+
+
+class _Known:
+    """What is known of one tensor: its cast by rows and by columns, if they were made."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.tensor, self.version = weakref.ref(x, lambda _: self.forget()), x._version
+        self.rows: Cast | None = None
+        self.columns: Cast | None = None
+
+    def forget(self) -> None:
+        self.rows = self.columns = None
+
+
+_recent: deque[_Known] = deque(maxlen=3)
+
+
+def _known(x: Tensor) -> _Known:
+    for known in _recent:
+        if known.tensor() is x and known.version == x._version:
+            return known
+    _recent.append(_Known(x))
+    return _recent[-1]
+
+
+def room_for(x: Tensor, wanted: bool, rows: int | None = None) -> Cast | None:
+    """Memory for a kernel that writes a tensor of x's shape, or of so many rows, to write its cast by rows, too.
+
+    None if that is not wanted.
+    """
+    return _kernels().room(x, rows) if wanted else None
+
+
+def remembered(x: Tensor, rows: Cast | None) -> Tensor:
+    """x, of which a kernel has written this cast by rows, if any."""
+    if rows is not None:
+        _known(x).rows = rows
+    return x
+
+
+def rows_of(x: Tensor, columns_too: bool = False) -> Cast:
+    """The cast of x [n, k] by rows; columns_too: that by columns will be asked for, too."""
+    known = _known(x)
+    if known.rows is None and columns_too and known.columns is None:
+        known.rows, known.columns = _kernels().cast_both(x)
+    if known.rows is None:
+        known.rows = _kernels().cast_rows(x)
+    return known.rows
+
+
+def columns_of(x: Tensor) -> Cast:
+    """The cast of x's transpose by rows."""
+    known = _known(x)
+    if known.columns is None:
+        known.columns = _kernels().cast_columns(x)
+    return known.columns
+
+
+def _kernels():
+    from megatron_glm.ops.triton import fp8 as casts  # needs Triton, which a CPU-only torch has not
+
+    return casts
