@@ -109,6 +109,7 @@ def records(file: str | Path) -> list[dict]:
     measured = ("seconds", "tokens_per_second_per_gpu", "tflops_per_gpu", "peak_memory_bytes")
     lines = json_log(file)
     assert all(line[key] > 0 for line in lines for key in measured if key in line or "skipped" not in line)
+    measured = (*measured, "share_of_peak")  # of FP8 on a GPU
     return [{key: value for key, value in line.items() if key not in measured} for line in lines]
 
 

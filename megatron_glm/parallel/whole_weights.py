@@ -24,7 +24,8 @@ class WholeWeights:
     each parameter's place. Its attribute `grad_sum` is the parameter's `GradSum`.
 
     Where a module's `products` are in FP8 and copies are held, the copy is the weight in FP8, in both orientations: the
-    values in e4m3, with the attribute `BLOCKS`. Nothing but these products can use it.
+    values in e4m3, with the attribute `BLOCKS`. Nothing but these products can use it. It is made of a parameter of any
+    dtype, once a step, and only once where it is frozen.
 
     Args:
         elsewhere: parameters within the module that are looked after elsewhere.
@@ -39,7 +40,7 @@ class WholeWeights:
             (owner, name)
             for owner in module.modules()
             for name, parameter in owner.named_parameters(recurse=False)
-            if parameter not in elsewhere and parameter.dtype != dtype
+            if parameter not in elsewhere and (parameter.dtype != dtype or (keep and _fp8_products(owner)))
         ]
         self.dtype, self.keep, self.narrow = dtype, keep, narrow
         self.copies: list[tuple[int, Tensor | Blocks] | None] = [None] * len(self.places)  # with the version copied
@@ -79,8 +80,8 @@ class WholeWeights:
 
     def _copy(self, i: int, into: Tensor | Blocks | None) -> Tensor | Blocks:
         """A copy of a master as it is now, in the memory of the one before."""
-        master, products = self.masters[i], getattr(self.places[i][0], "products", None)
-        if isinstance(products, Fp8Products):
+        master = self.masters[i]
+        if (products := _fp8_products(self.places[i][0])) is not None:
             assert into is None or isinstance(into, Blocks)
             return products.cast_weight(master.detach().to(self.dtype), into)
         if isinstance(into, Tensor):
@@ -88,6 +89,12 @@ class WholeWeights:
         copy = master.detach().to(self.dtype)
         setattr(master, HELD_COPY, copy)
         return copy
+
+
+def _fp8_products(module: nn.Module) -> Fp8Products | None:
+    """Those of a module whose weights are multiplied in FP8."""
+    products = getattr(module, "products", None)
+    return products if isinstance(products, Fp8Products) else None
 
 
 def held_copy(master: nn.Parameter) -> Tensor | None:

@@ -259,7 +259,8 @@ class Plan:
             passing = 0
             for expert in (True, False):
                 whole, units = self._whole(expert), [u for u in self.units(stage) if u.runs and u.expert == expert]
-                as_held = whole and self.frozen_bytes == b  # frozen weights compute as they are
+                cast = keep[expert] and self.config.fp8.blockwise
+                as_held = whole and self.frozen_bytes == b and not cast  # frozen weights compute as they are
                 sizes = [(u.trained_elements if as_held else u.elements, u.vocabulary) for u in units]
                 vocabulary, layers = ([size for size, kind in sizes if kind == wanted] for wanted in (True, False))
                 if whole and b == FP32:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_glm.config import Fp8Config, ModelConfig, ParallelConfig, PretrainDataConfig, RunConfig
 from megatron_glm.config.flags import parse
 from megatron_glm.config.flops import fp8_flops, training_flops
 from megatron_glm.config.parameters import model_parameters
+from megatron_glm.ops import backends
 from megatron_glm.ops.experts import grouped_mlp
 from megatron_glm.ops.fp8_products import Fp8Products
 from megatron_glm.ops.grad_sum import AS_THEY_ARE, linear
 from megatron_glm.ops.permute import RowMap, permute, unpermute
+from megatron_glm.parallel.linear import ColumnParallelLinear
+from megatron_glm.parallel.whole_weights import WholeWeights
 from megatron_glm.planner.machine import H200
 from megatron_glm.planner.plan import Plan
 from megatron_glm.planner.time import step_time
@@ -156,15 +160,36 @@ def test_it_is_another_computation_than_bf16_and_near_it():
     assert errors["layers.1.mlp.experts.down"] < 0.25 and errors["lm_head.weight"] < 0.2
 
 
-def test_kept_weights_are_cast_once_a_step(monkeypatch):
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_kept_weights_are_cast_once_a_step(monkeypatch, bf16):
     casts = []
     original = Fp8Products.cast_weight
     monkeypatch.setattr(Fp8Products, "cast_weight", lambda *args: casts.append(1) or original(*args))
     single_groups()
-    config = configured(True, **KEPT, recompute_granularity="full")
+    config = configured(bf16, **KEPT, recompute_granularity="full")
     train(config, steps=2)  # of two micro-batches each
     weights = len([n for n in covered(ON, config.model) if not n.startswith("layers.3")])  # no MTP
     assert len(casts) == 2 * weights
+
+
+def test_kept_weights_that_are_frozen_are_cast_once():
+    """In the dtype of a checkpoint, as in that of the run."""
+    for dtype in (torch.bfloat16, torch.float32):
+        layer = ColumnParallelLinear(128, 128, single_groups().tp)
+        layer.weight = nn.Parameter(torch.randn(128, 128, dtype=dtype), requires_grad=False)
+        layer.products = Fp8Products()
+        whole = WholeWeights(layer, set(), torch.bfloat16, keep=True)
+        x = torch.randn(4, 128).bfloat16().requires_grad_()
+        expected = Fp8Products().output(x, layer.weight.bfloat16())
+        for _ in range(2):
+            y = layer(x)
+            assert torch.equal(y, expected)
+            y.sum().backward()
+        held = whole.copies[0]
+        assert held is not None and held[0] == layer.weight._version and layer.weight.grad is None
+        with torch.no_grad():
+            layer.weight.mul_(2)
+        assert torch.equal(layer(x), 2 * expected)
 
 
 def test_the_share_of_fp8_in_the_operations_of_a_step():
@@ -190,3 +215,40 @@ def test_the_plan_knows_padded_rows_and_faster_products():
     assert ours["gathered weights"] == plain["gathered weights"]
     seconds = [step_time(plan, H200, optimizer=False).seconds for plan in plans]
     assert 0.8 < seconds[1] / seconds[0] < 0.95
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing", "answer"),
+    [
+        ({"bf16": False}, (), "--fp8 blockwise on a GPU computes the rest in bfloat16: give --bf16"),
+        ({}, ("deep_gemm",), "--fp8-backend deepgemm cannot run here: it lacks tokenspeed-deepgemm=="),
+        (
+            {"fp8_backend": "te"},
+            ("transformer_engine_torch",),
+            "--fp8-backend te cannot run here: it lacks Transformer",
+        ),
+        ({}, ("hopper",), "--fp8-backend deepgemm cannot run here: it lacks a Hopper GPU"),
+        ({}, (), "layers.0.self_attn.q_a_proj.weight is [24, 32] on each of 1 tensor-parallel ranks, and its rows and"),
+        ({"fp8_backend": "te"}, (), "--fp8-backend te takes multiples of 128 tokens, and --micro-batch-size x"),
+    ],
+)
+def test_what_a_gpu_lacks_or_cannot_serve_is_refused(monkeypatch, changes, missing, answer):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0) if "hopper" in missing else (9, 0))
+    monkeypatch.setattr(backends, "find_spec", lambda module: None if module in missing else module)
+    config = configured(changes.pop("bf16", True), replace(ON, **changes))
+    with pytest.raises(ValueError, match=re.escape(answer)):
+        backends.check_fp8(config)
+    backends.check_fp8(replace(config, fp8=Fp8Config()))
+
+
+def test_tensor_parallel_parts_are_what_must_be_whole_blocks(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(backends, "find_spec", lambda module: module)
+    flags = ["--hf-config", "glm5.2", "--mock-data", "--train-iters", "1", "--bf16", "--fp8", "blockwise"]
+    backends.check_fp8(parse(flags, data=PretrainDataConfig))
+    config = parse(flags, data=PretrainDataConfig)
+    parallel = replace(config.parallel, tensor_model_parallel_size=32, sequence_parallel=True)
+    with pytest.raises(ValueError, match=r"shared_experts.gate_proj.weight is \[64, 6144\] on each of 32"):
+        backends.check_fp8(replace(config, parallel=parallel))
