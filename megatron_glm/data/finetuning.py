@@ -7,6 +7,7 @@ import json
 import mmap
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -262,7 +263,8 @@ class PackedDataset:
         self.documents, self.seq_length, self.seed = documents, seq_length, seed
         self.pieces = "pieces " * (overlong == "split")  # which are then counted in place of documents
         self.packing = planned or Packing.plan(documents, seq_length, packing, overlong)
-        self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        # of the last epochs: a step may straddle two, and evaluation returns to the first
+        self._dealt = lru_cache(maxsize=3)(self._deal)
 
     @property
     def packs_per_epoch(self) -> int:
@@ -312,11 +314,7 @@ class PackedDataset:
     def _pieces(self, index: int) -> np.ndarray:
         """The numbers of the pieces in pack `index`."""
         epoch, place = divmod(index, self.packs_per_epoch)
-        if (dealt := self._epochs.get(epoch)) is None:
-            dealt = self._deal(epoch)
-            # a step may straddle two epochs, and evaluation returns to the first
-            self._epochs = dict([*self._epochs.items()][-2:]) | {epoch: dealt}
-        pieces, order = dealt
+        pieces, order = self._dealt(epoch)
         pack = order[place]
         return pieces[self.packing.bounds[pack] : self.packing.bounds[pack + 1]]
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -73,7 +74,7 @@ class PrefixSamples:
             format=FORMAT, files=dataset.fingerprint(), documents=[begin, end], length=seq_length, seed=seed
         )
         self._cache = cache / f"{Path(dataset.prefix).name}-{key}"
-        self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._opened = lru_cache(maxsize=3)(self._open)  # of the last epochs: a step may straddle two
 
     def require(self, samples: int) -> None:
         """Sets how many samples `build` prepares."""
@@ -104,7 +105,7 @@ class PrefixSamples:
     def open(self) -> None:
         """Checks that this process sees what `build` wrote, maybe on another machine."""
         for epoch in range(self.epochs):
-            self._open(epoch)
+            self._opened(epoch)
 
     def pack(self, index: int) -> list[Piece]:
         """The documents of sample `index`, seq_length tokens together. Raises ValueError for ids outside the model's
@@ -137,7 +138,7 @@ class PrefixSamples:
         if not 0 <= index < self.epochs * self.packs_per_epoch:
             raise ValueError(f"sample {index} of {self.dataset.prefix} is none of the {self.samples} asked for")
         epoch, number = divmod(index, self.packs_per_epoch)
-        order, samples = self._open(epoch)
+        order, samples = self._opened(epoch)
         first, _, last = sample = samples[number].tolist()
         documents = order[first : last + 1].tolist() if 0 <= first <= last else []
         if not documents or min(documents) < self.begin or max(documents) >= self.end:
@@ -173,13 +174,10 @@ class PrefixSamples:
         return self._cache.with_name(f"{base}-documents.npy"), self._cache.with_name(f"{base}-samples.npy")
 
     def _open(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        if (opened := self._epochs.get(epoch)) is None:
-            shapes = (self.end - self.begin,), (self.packs_per_epoch, 3)
-            order, samples = map(open_array, self._paths(epoch), shapes, (self._order_dtype, np.int64))
-            opened = order, samples
-            # a step may straddle two epochs
-            self._epochs = dict([*self._epochs.items()][-2:]) | {epoch: opened}
-        return opened
+        """What `_deal` returned for an epoch, mapped from its files."""
+        shapes = (self.end - self.begin,), (self.packs_per_epoch, 3)
+        order, samples = map(open_array, self._paths(epoch), shapes, (self._order_dtype, np.int64))
+        return order, samples
 
 
 class Part(Packs, Protocol):

@@ -7,11 +7,13 @@ over a token's slots in slot order, in fp32 at least, as gathers: no atomics, so
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megatron_glm.ops.fp8_casts import remembered, room_for
+from megatron_glm.ops.linear_map import linear_map
 
 
 @dataclass(frozen=True)
@@ -139,17 +141,6 @@ class _Permute(torch.autograd.Function):
         return accumulate(grad, rows), of_slots, None
 
 
-class _Unpermute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, source: Tensor, rows: RowMap) -> Tensor:
-        ctx.rows = rows
-        return accumulate(source, rows)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return gather(grad, ctx.rows), None
-
-
 def permute(x: Tensor, weights: Tensor, rows: RowMap) -> tuple[Tensor, Tensor]:
     """x [t, D], weights [t, S] fp32 -> rows [size, D], a copy of its token for each row, and the rows' weights [size].
 
@@ -163,4 +154,4 @@ def unpermute(source: Tensor, rows: RowMap) -> Tensor:
 
     Differentiable. Tail rows are never read; their gradient is undefined.
     """
-    return _Unpermute.apply(source, rows)
+    return linear_map(source, partial(accumulate, rows=rows), partial(gather, rows=rows))

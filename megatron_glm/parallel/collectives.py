@@ -13,12 +13,14 @@ All ranks of a group hold the same number of rows. A group of one rank moves not
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from megatron_glm.ops.linear_map import linear_map
 
 # torch 2.13 renamed both and warns of the old names
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -34,12 +36,16 @@ class PackOrder(NamedTuple):
 
 def gather_rows(x: Tensor, group: ProcessGroup) -> Tensor:
     """[n, ...] on every rank -> [size * n, ...], the ranks' rows in rank order."""
-    return x if group.size() == 1 else _GatherRows.apply(x, group)
+    if group.size() == 1:
+        return x
+    return linear_map(x, partial(_all_gather, group=group), partial(_reduce_scatter, group=group))
 
 
 def scatter_sum_rows(x: Tensor, group: ProcessGroup) -> Tensor:
     """Partial sums [size * n, ...] on every rank -> this rank's rows [n, ...] of their sum."""
-    return x if group.size() == 1 else _ScatterSumRows.apply(x, group)
+    if group.size() == 1:
+        return x
+    return linear_map(x, partial(_reduce_scatter, group=group), partial(_all_gather, group=group))
 
 
 def gather_pack(x: Tensor, group: ProcessGroup, order: PackOrder | None) -> Tensor:
@@ -48,7 +54,17 @@ def gather_pack(x: Tensor, group: ProcessGroup, order: PackOrder | None) -> Tens
     Args:
         order: where each row of the pack stands in the plain all-gather; None = the ranks' order is the pack's.
     """
-    return gather_rows(x, group) if order is None else _GatherPack.apply(x, group, order)
+    if order is None:
+        return gather_rows(x, group)
+
+    def gather(x: Tensor) -> Tensor:
+        return gather_values(x, group).index_select(0, order.gathered)
+
+    def scatter_sum(grad: Tensor) -> Tensor:
+        # A permutation is undone by its inverse: no scatter-add, so the gradient is the same in every run.
+        return scatter_sum_rows(grad.index_select(0, order.pack), group)
+
+    return linear_map(x, gather, scatter_sum)
 
 
 def gather_values(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -75,38 +91,3 @@ def _reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
     output = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
     reduce_scatter_single(output, x.contiguous(), group=group)
     return output
-
-
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_gather(x, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return _reduce_scatter(grad, ctx.group), None
-
-
-class _ScatterSumRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _reduce_scatter(x, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return _all_gather(grad, ctx.group), None
-
-
-class _GatherPack(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: ProcessGroup, order: PackOrder) -> Tensor:
-        ctx.group, ctx.order = group, order
-        return gather_values(x, group).index_select(0, order.gathered)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        # A permutation is undone by its inverse: no scatter-add, so the gradient is the same in every run.
-        grad = grad.index_select(0, ctx.order.pack)
-        return grad if ctx.group.size() == 1 else _reduce_scatter(grad, ctx.group), None, None

@@ -8,6 +8,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from megatron_glm.ops.linear_map import linear_map
+
 
 def beside(active: bool, compute: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], Tensor]:
     """Start compute(x) beside what the caller does next.
@@ -23,10 +25,10 @@ def beside(active: bool, compute: Callable[[Tensor], Tensor], x: Tensor) -> Call
         result = compute(x)
         return lambda: result
     stream = _second_stream(x.device)
-    x = _Handover.apply(x, torch.cuda.current_stream(x.device), stream)
+    x = _handover(x, torch.cuda.current_stream(x.device), stream)
     with torch.cuda.stream(stream):
         result = compute(x)
-    return lambda: _Handover.apply(result, stream, torch.cuda.current_stream(result.device))
+    return lambda: _handover(result, stream, torch.cuda.current_stream(result.device))
 
 
 @cache
@@ -34,22 +36,13 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class _Handover(torch.autograd.Function):
+def _handover(x: Tensor, giver: torch.cuda.Stream, taker: torch.cuda.Stream) -> Tensor:
     """x, which `giver` has computed, for use on `taker`; the gradient goes the other way.
 
     It runs on the caller's stream, and in the backward so that the caller's stream has waited for all that the other
     one was given before: the gradients of weights, which sharded data parallelism reads there, are among it.
     """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, giver: torch.cuda.Stream, taker: torch.cuda.Stream) -> Tensor:
-        ctx.streams = giver, taker
-        return _handed(x.view_as(x), giver, taker)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        giver, taker = ctx.streams
-        return _handed(grad, taker, giver), None, None
+    return linear_map(x, lambda x: _handed(x.view_as(x), giver, taker), lambda grad: _handed(grad, taker, giver))
 
 
 def _handed(x: Tensor, giver: torch.cuda.Stream, taker: torch.cuda.Stream) -> Tensor:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_glm.ops.linear_map import linear_map
 from megatron_glm.ops.permute import RowMap, accumulate, gather
 
 
@@ -65,17 +66,6 @@ class _Spread(torch.autograd.Function):
         return *(accumulate(hop.back(grad), hop.rows) for grad in (grad_x, grad_weights)), None, None
 
 
-class _SumBack(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, y: Tensor, hop: Hop) -> Tensor:
-        ctx.hop = hop
-        return accumulate(hop.back(y), hop.rows)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return ctx.hop.there(gather(grad, ctx.hop.rows)), None
-
-
 def spread(x: Tensor, weights: Tensor, expert_ids: Tensor, hop: Hop) -> tuple[Tensor, Tensor, Tensor]:
     """x [t, D], weights [t, K] fp32, expert_ids [t, K] -> those of the m = sum(receive) tokens that arrive here."""
     return _Spread.apply(x, weights, expert_ids, hop)
@@ -83,7 +73,7 @@ def spread(x: Tensor, weights: Tensor, expert_ids: Tensor, hop: Hop) -> tuple[Te
 
 def sum_back(y: Tensor, hop: Hop) -> Tensor:
     """y [m, D], one row for each token that arrived here -> [t, D], the sum over the ranks it was sent to."""
-    return _SumBack.apply(y, hop)
+    return linear_map(y, lambda y: accumulate(hop.back(y), hop.rows), lambda grad: hop.there(gather(grad, hop.rows)))
 
 
 def once(key: Tensor) -> Tensor:
