@@ -33,7 +33,8 @@ DATA_ARGS=(--data-path "${prefixes[@]}" --split 989,10,1 --seq-length 4096)
 # 10^12 tokens in 61700 steps; the ramp-up takes the first 2.5 x 10^10
 OPTIMIZER_ARGS=(--lr 2e-4 --min-lr 2e-5 --lr-decay-style WSD --lr-warmup-iters 2000 --lr-wsd-decay-iters 10000
   --lr-wsd-decay-style minus_sqrt --weight-decay 0.1 --clip-grad 1.0
-  --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 --moe-router-bias-update-rate 1e-3)
+  --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 --moe-router-bias-update-rate 1e-3
+  --moe-aux-loss-coeff 1e-4 --mtp-loss-scaling-factor 0.3) # the latter two as GLM-5
 TRAIN_ARGS=(--micro-batch-size 1 --global-batch-size 4096 --rampup-batch-size 1024 1024 6000000 --train-iters 61700
   --seed 1234 --eval-interval 1000 --eval-iters 4
   --save-interval 500 --async-save --keep-last 3

@@ -32,7 +32,8 @@ read -ra prefixes <<<"$DATA_PATH" # maybe with weights: 0.7 data/a 0.3 data/b
 DATA_ARGS=(--data-path "${prefixes[@]}" --split 989,10,1 --seq-length 131072)
 # The tokens and the learning rate of GLM-5's sparse stage; the 480 samples of a step are those of DeepSeek-V3.2's
 OPTIMIZER_ARGS=(--lr 1e-5 --lr-decay-style constant --weight-decay 0.1 --clip-grad 1.0
-  --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 --moe-router-bias-update-rate 1e-3)
+  --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 --moe-router-bias-update-rate 1e-3
+  --moe-aux-loss-coeff 1e-4)
 TRAIN_ARGS=(--micro-batch-size 1 --global-batch-size 480 --train-iters 318
   --seed 1234 --eval-interval 100 --eval-iters 1
   --save-interval 50 --async-save --keep-last 2

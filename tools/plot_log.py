@@ -34,6 +34,7 @@ PANELS = (  # title, key of a record, scale
     ("tokens/s of a GPU", "tokens_per_second_per_gpu", 1.0),
     ("peak memory of the fullest rank, GiB", "peak_memory_bytes", 2**-30),
 )
+NAMES = [key for _, key, _ in PANELS]
 FROM_ZERO = ("learning_rate", "tokens_per_second_per_gpu", "peak_memory_bytes")
 WHERE_GIVEN = ("indexer_loss", "indexer_recall")
 SMOOTHED = ("lm_loss", *WHERE_GIVEN, "grad_norm", "tokens_per_second_per_gpu")
@@ -102,8 +103,10 @@ def names_of(paths: Sequence[Path]) -> list[str]:
     return names
 
 
-def draw(runs: dict[str, list[dict[str, Any]]], target: Path, smooth: int = 1) -> None:
-    """Five panels with a line a run, and in place of the sixth the legend.
+def draw(
+    runs: dict[str, list[dict[str, Any]]], target: Path, smooth: int = 1, only: Sequence[str] = tuple(NAMES)
+) -> None:
+    """Panels of the keys `only` with a line a run, and in the place behind them the legend.
 
     With `smooth` above 1 the lines are means of so many values, over the values themselves in a pale colour.
     """
@@ -117,10 +120,14 @@ def draw(runs: dict[str, list[dict[str, Any]]], target: Path, smooth: int = 1) -
     style |= {"grid.color": "0.9", "axes.axisbelow": True, "axes.titleweight": "bold", "axes.titlelocation": "left"}
     with pyplot.rc_context(style):
         given = {key for records in runs.values() for record in records for key in record}
-        panels = [panel for panel in PANELS if panel[1] not in WHERE_GIVEN or panel[1] in given]
-        columns = len(panels) // 2 + 1  # one place is left for the names of the runs
-        figure, axes = pyplot.subplots(2, columns, figsize=(5 * columns, 6.5), sharex=True, layout="constrained")
-        for axis, (title, key, scale) in zip(axes.flat, panels, strict=False):
+        panels = [p for p in PANELS if p[1] in only and (p[1] not in WHERE_GIVEN or p[1] in given)]
+        rows = 1 if len(panels) < 3 else 2
+        columns = len(panels) // rows + 1  # one place is left for the names of the runs
+        figure, places = pyplot.subplots(
+            rows, columns, figsize=(5 * columns, 3.25 * rows), sharex=True, squeeze=False, layout="constrained"
+        )
+        axes = places.flatten()
+        for axis, (title, key, scale) in zip(axes, panels, strict=False):
             for number, records in enumerate(runs.values()):
                 draw_line(axis, points(records, key, scale), f"C{number % 10}", smooth if key in SMOOTHED else 1)
                 if key == "lm_loss" and (valid := points(records, "valid_lm_loss")):
@@ -138,8 +145,8 @@ def draw(runs: dict[str, list[dict[str, Any]]], target: Path, smooth: int = 1) -
             if key in FROM_ZERO and key != "learning_rate":
                 axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
         handles = [pyplot.Line2D([], [], color=f"C{number % 10}") for number in range(len(runs))]
-        axes.flat[-1].axis("off")
-        axes.flat[-1].legend(handles, runs, loc="upper left", frameon=False)
+        axes[-1].axis("off")
+        axes[-1].legend(handles, runs, loc="upper left", frameon=False)
         figure.savefig(target, dpi=130)
         pyplot.close(figure)
 
@@ -157,6 +164,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("logs", nargs="+", type=Path, metavar="LOG.jsonl", help="what --log-file has written")
     parser.add_argument("--save", type=Path, default=Path("log.png"), metavar="PNG", help="default: log.png")
     parser.add_argument("--smooth", type=int, default=1, metavar="N", help="draw means of the last N iterations")
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="KEY", help=", ".join(NAMES))
     return parser
 
 
@@ -170,10 +178,13 @@ def main() -> None:
         if flags.smooth < 1:
             raise ValueError(f"--smooth is {flags.smooth}; it must be at least 1")
         runs = dict(zip(names_of(flags.logs), map(read, flags.logs), strict=True))
+        given = {key for records in runs.values() for record in records for key in record}
+        if flags.only != NAMES and (absent := [key for key in flags.only if key not in given]):
+            raise ValueError(f"--only {absent[0]}: no record has this key")
         if len(runs) < len(flags.logs):
             raise ValueError(f"the same log is named twice in {' '.join(map(str, flags.logs))}")
         flags.save.parent.mkdir(parents=True, exist_ok=True)
-        draw(runs, flags.save, flags.smooth)
+        draw(runs, flags.save, flags.smooth, flags.only)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1 if isinstance(error, OSError) else 2)

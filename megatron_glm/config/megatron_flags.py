@@ -52,9 +52,6 @@ SERVED: dict[str, tuple[str, ...]] = {
     # experts
     "--moe-router-score-function": ("sigmoid",),
     "--moe-router-dtype": ("fp32",),
-    "--moe-router-load-balancing-type": ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),  # of coefficient 0
-    "--moe-aux-loss-coeff": ("0",),
-    "--moe-z-loss-coeff": ("0",),
     "--moe-token-drop-policy": ANY,  # no token is dropped
     "--expert-tensor-parallel-size": ("1",),
     # optimizer, sharding, numbers

@@ -10,6 +10,7 @@ from .indexer import IndexerConfig
 from .lora import LoraConfig
 from .model import ModelConfig
 from .parallel import KernelConfig, ParallelConfig
+from .section import flag_name
 from .training import CheckpointConfig, LoggingConfig, LossConfig, OptimizerConfig, TrainConfig
 
 
@@ -100,6 +101,13 @@ class RunConfig:
         if steps and (mode == "warmup" or (mode != "off" and self.losses.train_only)):
             flag = f"--train-only {self.losses.train_only}" if self.losses.train_only else f"--mtp-num-steps {steps}"
             raise ValueError(f"{flag} and --indexer-training {mode} each train what the other holds: give one")
+        parts = self.trained_parts
+        if self.losses.balances and parts and "trunk" not in parts:
+            name = "moe_aux_loss_coeff" if self.losses.moe_aux_loss_coeff else "moe_z_loss_coeff"
+            given = f"{flag_name(name)} {getattr(self.losses, name)}"
+            raise ValueError(
+                f"{given} trains the routers, which this run holds: it trains {' and '.join(sorted(parts))}"
+            )
         self.checkpoint.check()
         self.fp8.check(self.model)
         self._check_indexer()

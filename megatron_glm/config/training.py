@@ -137,7 +137,19 @@ class LossConfig(Section):
     mtp_unshifted_queries: bool = option(
         False, "where MTP steps share the keys of the first, leave their queries at its positions"
     )
+    moe_aux_loss_coeff: float = option(
+        0.0, "factor of the loss that evens out the use of the experts within each document", minimum=0
+    )
+    moe_z_loss_coeff: float = option(0.0, "factor of the loss that keeps the router's logits small", minimum=0)
+    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = option(
+        "seq_aux_loss", "what --moe-aux-loss-coeff is the factor of; the others need 0"
+    )
     train_only: Literal["mtp"] | None = option(None, "train this part of the model alone; the rest stays as it is")
+
+    @property
+    def balances(self) -> bool:
+        """Whether the routers have losses of their own."""
+        return self.moe_aux_loss_coeff > 0 or self.moe_z_loss_coeff > 0
 
     @property
     def mtp_steps(self) -> int:
@@ -149,7 +161,7 @@ class LossConfig(Section):
         return self.mtp_detach or self.mtp_loss == "tv"
 
     def check(self, mtp_layers: int) -> None:
-        """Refuses MTP flags that would do nothing, and steps without the one layer that they share."""
+        """Refuses MTP flags that would do nothing, steps without the one layer that they share, another aux loss."""
         if self.mtp_steps and mtp_layers != 1:
             raise ValueError(f"--mtp-num-steps {self.mtp_steps} needs a model with one MTP layer, it has {mtp_layers}")
         given = [name for name in ("mtp_detach", "mtp_unshifted_queries") if getattr(self, name)]
@@ -158,6 +170,11 @@ class LossConfig(Section):
         given += ["train_only"] * (self.train_only is not None)
         if given and not self.mtp_steps:
             raise ValueError(f"{flag_name(given[0])} needs --mtp-num-steps above 0, it is {self.mtp_steps}")
+        if self.moe_aux_loss_coeff and (kind := self.moe_router_load_balancing_type) != "seq_aux_loss":
+            raise ValueError(
+                f"--moe-aux-loss-coeff {self.moe_aux_loss_coeff} with --moe-router-load-balancing-type {kind}: only "
+                "seq_aux_loss is served"
+            )
 
 
 NEXT_TOKEN = LossConfig()  # the loss of the next token alone

@@ -118,8 +118,9 @@ class GLMChunk(ModelChunk):
             last chunk's hidden states are those before the final norm, and cut from the graph: the loss has it.
             The losses by name, fp32 scalars, each a SUM times its scale: "lm" of the token losses, in the last chunk,
             and "mtp_k" of MTP step k, with "accepted_k", the number of its tokens that the trunk would choose, too;
-            "indexer" of the rows' losses, where a layer teaches an indexer, and in warm-up "recall". Where the batch
-            asks for something else, the last chunk's `answers` take their place.
+            "indexer" of the rows' losses, where a layer teaches an indexer, and in warm-up "recall"; "aux" and "z" of
+            the routers' losses, see `model.balance`. Where the batch asks for something else, the last chunk's
+            `answers` take their place.
         """
         pack = batch.pack
         if self.begins and self.embed_tokens is not None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_glm.config import RunConfig
+from megatron_glm.model.balance import Balance
 from megatron_glm.model.indexer_training import Losses, Student
 from megatron_glm.model.mla import MLA
 from megatron_glm.model.mlp import MLP
@@ -36,8 +37,10 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(*norm)
         self.self_attn = MLA(config, groups, layer)
         self.post_attention_layernorm = RMSNorm(*norm)
+        balances = config.losses.balances and layer < model.num_hidden_layers  # not the MTP layer
+        balance = Balance(config.losses, model, groups) if balances else None
         self.mlp: nn.Module = (
-            MoE(model, groups, dispatcher)
+            MoE(model, groups, dispatcher, balance)
             if model.is_moe(layer)
             else MLP(model.hidden_size, model.intermediate_size, groups.tp)
         )
@@ -61,8 +64,8 @@ class DecoderLayer(nn.Module):
         attended, topk, student, losses, seen = self.self_attn(normed, pack, topk, student, latents)
         x, normed = self.post_attention_layernorm.add(x, attended)
         if isinstance(self.mlp, MoE):
-            out, expert_ids = self.mlp(normed, pack)
-            return LayerOutput(x + out, topk, expert_ids, student, losses), seen
+            out, expert_ids, of_router = self.mlp(normed, pack)
+            return LayerOutput(x + out, topk, expert_ids, student, losses | of_router), seen
         return LayerOutput(x + self.mlp(normed), topk, None, student, losses), seen
 
 

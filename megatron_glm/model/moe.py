@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from megatron_glm.config.model import ModelConfig
 from megatron_glm.config.parameters import ADAPTER
+from megatron_glm.model.balance import Balance
 from megatron_glm.model.mlp import MLP
 from megatron_glm.model.pack import PackRows
 from megatron_glm.model.router import Router
@@ -62,9 +63,11 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """y = sum_k w_k * expert_k(x) + shared(x) on [t/TP, D]; experts are never tensor-parallel."""
 
-    def __init__(self, config: ModelConfig, groups: ParallelGroups, dispatcher: Dispatcher) -> None:
+    def __init__(
+        self, config: ModelConfig, groups: ParallelGroups, dispatcher: Dispatcher, balance: Balance | None = None
+    ) -> None:
         super().__init__()
-        self.gate = Router(config, groups)
+        self.gate = Router(config, groups, balance)
         self.experts = Experts(config, groups)
         # Under TP the shared expert communicates, too.
         self.overlaps_dispatch = groups.ep.size() > 1 and groups.tp.size() == 1
@@ -72,13 +75,13 @@ class MoE(nn.Module):
         self.shared_experts = MLP(config.hidden_size, width, groups.tp)
         self.dispatcher = dispatcher
 
-    def forward(self, x: Tensor, pack: PackRows) -> tuple[Tensor, Tensor]:
-        """-> output [t/TP, D] and the expert ids [t/TP, K] int64 that were chosen (-1 for padding)."""
-        ids, weights = self.gate(x, pack.valid)
+    def forward(self, x: Tensor, pack: PackRows) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """-> output [t/TP, D], the chosen experts [t/TP, K] int64 (-1 for padding), and what `Balance.losses` gives."""
+        ids, weights, losses = self.gate(x, pack)
         # The shared expert runs while the rows travel to other ranks. It is started before the routed experts, because
         # a layer's recomputation ends with the last tensor that the backward needs: where that is theirs, it skips the
         # down projection and `combine`.
         shared = beside(self.overlaps_dispatch, self.shared_experts, x)
         rows, row_weights, counts, handle = self.dispatcher.dispatch(x, ids, weights)
         routed = self.dispatcher.combine(self.experts(rows, row_weights, counts), handle)
-        return routed + shared(), ids
+        return routed + shared(), ids, losses

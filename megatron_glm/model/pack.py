@@ -49,6 +49,7 @@ class PackRows:
     """
 
     total: int
+    doc_lengths: tuple[int, ...]
     slots: int  # width K of a selection: min(index_topk, T)
     local_rows: Tensor | None  # int64 [t], pack positions; None = all, in order
     order: PackOrder | None  # puts gathered rows into pack order
@@ -74,6 +75,13 @@ class PackRows:
     @cached_property
     def end(self) -> Tensor:
         return upload(self.host_end.int(), self.rope[0].device)
+
+    @cached_property
+    def documents(self) -> tuple[Tensor, Tensor]:
+        """The document of each row of the shard, int64 [t/TP], any for padding, and the lengths of all, int64 [n]."""
+        lengths = torch.tensor(self.doc_lengths or (1,))
+        number = torch.searchsorted(lengths.cumsum(0) - lengths, self.host_start[self.shard], right=True) - 1
+        return upload(number, self.rope[0].device), upload(lengths.clamp(min=1), self.rope[0].device)
 
     @property
     def rows(self) -> RowsByForm:
@@ -146,6 +154,7 @@ class PackRows:
         by_rank = [x.view(tp_size, -1) for x in (start, seen)]
         return cls(
             total=total,
+            doc_lengths=doc_lengths,
             slots=min(config.index_topk, total),
             local_rows=None if cp_size == 1 else upload(zigzag_rows(total, cp_rank, cp_size), device),
             order=None if order is None else PackOrder(*upload(torch.stack(order), device)),

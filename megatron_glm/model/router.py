@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_glm.config.model import ModelConfig
+from megatron_glm.model.balance import Balance
+from megatron_glm.model.pack import PackRows
 from megatron_glm.ops.recompute import keep_choice
 from megatron_glm.ops.routing import expert_weights, linear_in_fp32, select_experts
 from megatron_glm.parallel.collectives import sum_over
@@ -22,10 +24,10 @@ class Router(nn.Module):
     e_score_correction_bias: Tensor
     counts: Tensor
 
-    def __init__(self, config: ModelConfig, groups: ParallelGroups) -> None:
+    def __init__(self, config: ModelConfig, groups: ParallelGroups, balance: Balance | None = None) -> None:
         super().__init__()
         experts, shape = config.n_routed_experts, (config.n_routed_experts, config.hidden_size)
-        self.config, self.stage = config, groups.tp_cp_dp
+        self.config, self.stage, self.balance = config, groups.tp_cp_dp, balance
         self.weight = nn.Parameter(torch.empty(shape))
         self.register_buffer("e_score_correction_bias", torch.empty(experts, dtype=torch.float32))
         # Tokens that chose each expert since the last step, on this rank; counted by the chunk, outside recomputation.
@@ -33,13 +35,13 @@ class Router(nn.Module):
         everywhere = ShardInfo((experts,), (0,), replica_groups=(self.stage,), sum_groups=(), expert=False)
         self.shards = {"weight": replicated(shape, groups.tp), "e_score_correction_bias": everywhere}
 
-    def forward(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, pack: PackRows) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Route.
 
         Args:
-            x: [t/TP, D]; valid: bool [t/TP], False on padding, or None.
+            x: [t/TP, D].
         Returns:
-            ids [t/TP, K] int64, -1 for padding, and weights [t/TP, K] fp32.
+            ids [t/TP, K] int64, -1 for padding, weights [t/TP, K] fp32, and in training what `Balance.losses` gives.
         """
         config = self.config
         logits = linear_in_fp32(x, self.weight)
@@ -47,9 +49,11 @@ class Router(nn.Module):
         limits = config.num_experts_per_tok, config.n_group, config.topk_group
         ids = keep_choice(lambda: select_experts(choice, *limits))
         weights = expert_weights(x, self.weight, logits, ids, config.norm_topk_prob, config.routed_scaling_factor)
-        if valid is not None:
-            ids = ids.masked_fill(~valid.unsqueeze(1), -1)
-        return ids, weights
+        if pack.valid is not None:
+            ids = ids.masked_fill(~pack.valid.unsqueeze(1), -1)
+        if self.balance is None or not torch.is_grad_enabled():
+            return ids, weights, {}
+        return ids, weights, self.balance.losses(x, self.weight, logits, ids, pack)
 
     def count(self, ids: Tensor) -> None:
         """Add a micro-batch's choices to the counts; -1 counts for nobody."""

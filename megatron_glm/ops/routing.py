@@ -66,6 +66,28 @@ def expert_weights(x: Tensor, weight: Tensor, logits: Tensor, ids: Tensor, norma
     return weights * scale
 
 
+def logits_loss(x: Tensor, weight: Tensor, loss: Tensor, gradient: Tensor) -> Tensor:
+    """`loss`, a scalar, with this gradient [t, E] fp32 by the logits: it reaches x and weight, arguments as above."""
+    return _LogitsLoss.apply(x, weight, loss, gradient)
+
+
+class _LogitsLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, loss: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, gradient)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, weight, gradient = ctx.saved_tensors
+        gradient = gradient * grad
+        if _one_pass(x, weight):
+            high = gradient.bfloat16()
+            split = torch.cat([high, (gradient - high).bfloat16()], dim=1)
+            return *_through_logits(split, x, weight), None, None
+        return (gradient @ weight.float()).to(x.dtype), (gradient.t() @ x.float()).to(weight.dtype), None, None
+
+
 class _ExpertWeights(torch.autograd.Function):
     """Logits, sigmoid and normalisation as one node that keeps x, the weight and the chosen scores."""
 
@@ -79,9 +101,15 @@ class _ExpertWeights(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, weight, ids, scores = ctx.saved_tensors
-        experts = weight.shape[0]
-        # The fp32 gradient of the logits as two bf16 addends has 16 bits: both products run on tensor cores, and what
-        # they leave out is far below the rounding of their bf16 results.
-        split = _fused().split_gradient(grad, ids, scores, experts, *ctx.options)
-        grad_weight = _product(split.t(), x).view(2, experts, -1).sum(0)
-        return split @ torch.cat([weight, weight]), grad_weight.to(weight.dtype), None, None, None, None
+        split = _fused().split_gradient(grad, ids, scores, weight.shape[0], *ctx.options)
+        return *_through_logits(split, x, weight), None, None, None, None
+
+
+def _through_logits(split: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x and weight from that of the logits in fp32, [t, 2E]: as two bf16 addends, high and low part.
+
+    They have 16 bits: both products run on tensor cores, and what they leave out is far below the rounding of their
+    bf16 results.
+    """
+    grad_weight = _product(split.t(), x).view(2, weight.shape[0], -1).sum(0)
+    return split @ torch.cat([weight, weight]), grad_weight.to(weight.dtype)

@@ -41,20 +41,23 @@ def rank_traffic(plan: Plan, pp_rank: int) -> Counter:
     """Bytes by (axis, what): ring all-gathers and reduce-scatters move (n - 1) / n of the whole.
 
     A backward repeats its forward's traffic the other way, and recomputation the forward's; index keys and
-    selections, which have no gradient, are counted with the rest. A trunk that is frozen has a forward only.
+    selections, which have no gradient, are counted with the rest. Without gradients in the trunk (warm-up,
+    --train-only) its layers have a forward only.
     """
     grid, model, s = plan.grid, plan.config.model, plan.shapes
     found: Any = Counter()  # of fractions, which its type does not know
     parallel, count = plan.config.parallel, plan.schedule.micro_batches
     backward = 1 if parallel.recompute_granularity == "none" else 2
-    passes = count * (1 + backward * ("trunk" in plan.config.trained_parts))
+    differentiates = not plan.config.trained_parts.isdisjoint({"trunk", "adapters"})
+    passes = count * (1 + backward * differentiates)
     for unit in plan.rank_units(pp_rank):
         axis, size = ("edp", grid.edp) if unit.expert else ("dp_cp", grid.dp * grid.cp)
         if size > 1 and unit.runs:
             reshard = parallel.reshard_experts_after_forward if unit.expert else parallel.reshard_after_forward
             reductions = 1 if parallel.grad_sync == "last" else count
             share = (size - 1) / size
-            again = count * (unit.trained_elements > 0 and not unit.vocabulary)  # for the backward
+            has_backward = differentiates or unit.trained_elements > 0
+            again = count * (has_backward and not unit.vocabulary)
             gathers = count + again if reshard else reductions  # what stays gathered does until it is reduced
             found[axis, "gathered weights"] += share * unit.elements * s.b * gathers
             found[axis, "reduced gradients"] += share * unit.trained_elements * FP32 * reductions

@@ -24,6 +24,7 @@ from megatron_glm.training.initialize import current_device, pipeline_layout
 
 LM = "lm"  # the cross entropy of the next token
 INDEXER = "indexer"  # how far the indexers' choices are from the attention
+ROUTERS = {"aux": "moe_aux_loss", "z": "moe_z_loss"}  # losses of the routers, and their keys in the log
 RECALL = "recall"  # how much of the attention the indexers' choices would keep
 
 
@@ -40,6 +41,10 @@ def losses_of(config: RunConfig) -> dict[str, Callable[[PackedBatch], int]]:
     if config.indexer.indexer_training == "warmup":  # a share, too: of the rows that will select, for each indexer
         indexers = sum(map(config.model.has_indexer, range(config.model.num_hidden_layers)))
         losses[RECALL] = partial(_selecting_rows, topk=config.model.index_topk, indexers=indexers)
+    if config.losses.moe_aux_loss_coeff:
+        losses["aux"] = lambda batch: sum(length > 0 for length in batch.doc_lengths)
+    if config.losses.moe_z_loss_coeff:
+        losses["z"] = lambda batch: sum(batch.doc_lengths)
     return losses
 
 

@@ -163,7 +163,7 @@ class IterationLog:
 def _means(steps: Sequence[dict[str, Any]]) -> str:
     """The losses of these iterations' records, and what is like them, each the mean over those that have it."""
     text = ""
-    for name in ("lm_loss", "indexer_loss", "indexer_recall"):
+    for name in ("lm_loss", "indexer_loss", "indexer_recall", "moe_aux_loss", "moe_z_loss"):
         if values := [step[name] for step in steps if name in step]:
             text += f" {name.replace('_', ' ')}: {sum(values) / len(values):.6E} |"
     return text

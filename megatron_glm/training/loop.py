@@ -18,7 +18,7 @@ from megatron_glm.data.packing import PackedBatch
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.training.batch_size import batch_size, iterations_for, iterations_within
 from megatron_glm.training.checkpointing import Progress, Saver, require_same_order, start_of_run
-from megatron_glm.training.engine import INDEXER, LM, RECALL, Engine
+from megatron_glm.training.engine import INDEXER, LM, RECALL, ROUTERS, Engine
 from megatron_glm.training.evaluate import LeftOnSignal, evaluate
 from megatron_glm.training.logging import IterationLog, log
 from megatron_glm.training.lr import learning_rate
@@ -187,6 +187,7 @@ def next_step(
     if result.fault is not None:
         return record | {"lm_loss": None, "grad_norm": None, "skipped": result.fault}
     record |= {f"{name}_loss": loss for name, loss in result.losses.items() if name in (LM, INDEXER)}
+    record |= {key: result.losses[name] for name, key in ROUTERS.items() if name in result.losses}
     if counts.losses.get(RECALL):  # no row of the step may see enough keys
         record["indexer_recall"] = result.losses[RECALL]
     if config.losses.mtp_steps:

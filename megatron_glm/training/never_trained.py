@@ -22,13 +22,21 @@ def never_trained(config: RunConfig) -> frozenset[str]:
 
 
 def warn_of_untrained(config: RunConfig) -> None:
-    """A line if random weights choose the keys that rows attend to, and one for an MTP layer that is not trained."""
+    """A line if random weights choose the keys that rows attend to, and one for an MTP layer that is not trained.
+
+    The MTP layer has an indexer of its own, which no stage trains yet.
+    """
     parts = never_trained(config)
     if config.selects and "indexer" in parts:
         log(
             f"warning: the indexer was never trained: its random weights choose the keys of every row that sees more "
             f"than {config.model.index_topk}. Pre-train with --attention dense, then --indexer-training warmup, then "
             "sparse (docs/pretraining.md)"
+        )
+    if config.selects and "mtp" in config.trained_parts and "mtp indexer" in parts:
+        log(
+            "warning: the MTP layer's own indexer was never trained, nor is it here: its random weights choose "
+            f"the keys of the MTP layer's rows that see more than {config.model.index_topk}"
         )
     if config.model.mtp_layer_ids and "mtp" not in config.trained_parts and not config.train.eval_only:
         state = "warning: the MTP layer was never trained, and" if "mtp" in parts else "the MTP layer stays as it is,"

@@ -12,7 +12,7 @@ from megatron_glm.config import IndexerConfig
 from tests.finetune import exit_code, json_log, tensors
 from tests.pretrain import pretrain
 
-WARNING = "the indexer was never trained"
+WARNING, MTP_WARNING = "the indexer was never trained", "the MTP layer's own indexer was never trained"
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,13 @@ def test_training_around_an_untrained_indexer_is_warned_of_by_name(capsys):
     pretrain(preset=None, load="out", train_iters=3, mtp_num_steps="0")
     assert WARNING in capsys.readouterr().out
     pretrain(train_iters=1, dsa_indexer_topk=32)
-    assert WARNING not in capsys.readouterr().out  # every row sees all of its keys
+    out = capsys.readouterr().out
+    assert WARNING not in out and MTP_WARNING not in out  # every row sees all of its keys
+    pretrain(train_iters=1, mtp_num_steps=1)
+    out = capsys.readouterr().out
+    assert WARNING in out and MTP_WARNING in out
+    pretrain(train_iters=1, mtp_num_steps=1, attention="dense")
+    assert MTP_WARNING not in capsys.readouterr().out
 
 
 REFUSED = {

@@ -311,7 +311,7 @@ def test_the_correction_bias_steers_the_choice_only():
         router = router_of(**changes)
         config = router.config
         x = torch.randn(40, 32, generator=torch.Generator().manual_seed(0))
-        ids, weights = router(x, None)
+        ids, weights, _ = router(x, PackRows.build(config, (40,), 40))
         score = torch.sigmoid(x.double() @ router.weight.double().T)
         for row in range(40):
             choice = score[row] + router.e_score_correction_bias
@@ -337,12 +337,12 @@ def test_routing_is_decided_in_fp32():
         assert router.e_score_correction_bias.dtype == torch.float32 and router.counts.dtype == torch.int64
         router.weight.zero_()
         router.e_score_correction_bias.zero_()[3] = 1e-5
-        x = torch.ones(2, 32, dtype=torch.bfloat16)
-        assert router(x, None)[0][:, 0].tolist() == [3, 3]
+        x, pack = torch.ones(2, 32, dtype=torch.bfloat16), PackRows.build(small_config(), (2,), 2)
+        assert router(x, pack)[0][:, 0].tolist() == [3, 3]
         router.e_score_correction_bias.zero_()
         router.weight[:, 0] = 1.0
         router.weight[5, 1] = 2**-10  # 1 + 2^-10 is no bf16
-        ids, weights = router(x, None)
+        ids, weights, _ = router(x, pack)
         assert ids[:, 0].tolist() == [5, 5] and weights.dtype == torch.float32
 
 

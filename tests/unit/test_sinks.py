@@ -222,6 +222,11 @@ def test_plot_draws_runs_of_different_lengths(tmp_path, monkeypatch):
     Path("odd.jsonl").write_text('{"iteration": 1, "lm_loss": NaN}\n{"iteration": 2, "peak_memory_bytes": Infinity}\n')
     done = plot("odd.jsonl")
     assert (done.returncode, done.stdout) == (0, "log.png: 1 run\n"), done.stderr
+    done = plot("a/log.jsonl", "--only", "lm_loss", "grad_norm", "--save", "two.png")
+    assert (done.returncode, done.stdout) == (0, "two.png: 1 run\n"), done.stderr
+    assert (
+        plot("odd.jsonl", "--only", "indexer_recall").stderr == "error: --only indexer_recall: no record has this key\n"
+    )
     Path("bad.jsonl").write_bytes(b'{"iteration": 1}\n{"iteration": "2"}\n\xff\n')
     assert plot("bad.jsonl").stderr == "error: bad.jsonl line 2 is no record of an iteration\n"
     Path("bad.jsonl").write_text("{}\n")

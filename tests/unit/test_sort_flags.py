@@ -81,7 +81,6 @@ def test_the_flags_of_a_real_megatron_command_are_sorted_by_one_message(capsys):
         "--moe-token-dispatcher-type flex: --moe-token-dispatcher-type alltoall",
         "--attention-backend flash: --attention-backend cudnn or tilelang",
         "--deterministic-mode: --deterministic",
-        "--moe-aux-loss-coeff 1e-4: always 0 here",
         "--rotary-scaling-factor 40: always 1 here",
         "--recompute-modules mla_up_proj moe mlp layernorm: --recompute-granularity selective or full decides",
         "--fp8-param-gather: FP8 training has no such setting",
