@@ -7,6 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from megatron_glm.config.parameters import ADAPTER
 from megatron_glm.ops.fp8 import BLOCKS, Blocks
 from megatron_glm.ops.fp8_products import Fp8Products
 from megatron_glm.ops.grad_sum import GradSum, set_grad_sum
@@ -40,7 +41,7 @@ class WholeWeights:
             (owner, name)
             for owner in module.modules()
             for name, parameter in owner.named_parameters(recurse=False)
-            if parameter not in elsewhere and (parameter.dtype != dtype or (keep and _fp8_products(owner)))
+            if parameter not in elsewhere and (parameter.dtype != dtype or (keep and _fp8_products(owner, name)))
         ]
         self.dtype, self.keep, self.narrow = dtype, keep, narrow
         self.copies: list[tuple[int, Tensor | Blocks] | None] = [None] * len(self.places)  # with the version copied
@@ -81,7 +82,7 @@ class WholeWeights:
     def _copy(self, i: int, into: Tensor | Blocks | None) -> Tensor | Blocks:
         """A copy of a master as it is now, in the memory of the one before."""
         master = self.masters[i]
-        if (products := _fp8_products(self.places[i][0])) is not None:
+        if (products := _fp8_products(*self.places[i])) is not None:
             assert into is None or isinstance(into, Blocks)
             return products.cast_weight(master.detach().to(self.dtype), into)
         if isinstance(into, Tensor):
@@ -91,10 +92,10 @@ class WholeWeights:
         return copy
 
 
-def _fp8_products(module: nn.Module) -> Fp8Products | None:
-    """Those of a module whose weights are multiplied in FP8."""
+def _fp8_products(module: nn.Module, name: str) -> Fp8Products | None:
+    """Those of a module's weight that is multiplied in FP8; an adapter beside it is not."""
     products = getattr(module, "products", None)
-    return products if isinstance(products, Fp8Products) else None
+    return products if isinstance(products, Fp8Products) and not name.endswith(ADAPTER) else None
 
 
 def held_copy(master: nn.Parameter) -> Tensor | None:

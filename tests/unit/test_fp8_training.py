@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_glm.config import Fp8Config, ModelConfig, ParallelConfig, PretrainDataConfig, RunConfig
+from megatron_glm.config import Fp8Config, LoraConfig, ModelConfig, ParallelConfig, PretrainDataConfig, RunConfig
 from megatron_glm.config.flags import parse
 from megatron_glm.config.flops import fp8_flops, training_flops
 from megatron_glm.config.parameters import model_parameters
@@ -150,6 +150,22 @@ def test_recomputation_and_casts_at_other_times_change_no_bit(bf16, parallel):
     assert result.losses == expected.losses and result.norms == expected.norms
     for tensors, wanted in ((result.gradients, expected.gradients), (result.parameters, expected.parameters)):
         assert all(torch.equal(tensors[name], tensor) for name, tensor in wanted.items())
+
+
+def test_adapters_beside_weights_in_fp8_stay_as_they_are():
+    """Whether the frozen base is cast once or at each product changes no bit."""
+    seen = []
+    for parallel in (KEPT, {"recompute_granularity": "full"}):
+        single_groups()
+        config = configured(True, **parallel)
+        optimizer = replace(config.optimizer, moe_router_bias_update_rate=0.0)
+        config = replace(config, lora=LoraConfig(lora_rank=8, base_precision="fp32"), optimizer=optimizer)
+        seen.append(train(config, steps=2))
+    kept, again = seen
+    assert kept.losses == again.losses and kept.gradients.keys() == again.gradients.keys()
+    assert all(torch.equal(kept.gradients[name], gradient) for name, gradient in again.gradients.items())
+    assert all(name.endswith(("lora_A", "lora_B")) for name in kept.gradients)
+    assert kept.gradients["layers.1.mlp.experts.down_lora_B"].any()
 
 
 def test_it_is_another_computation_than_bf16_and_near_it():

@@ -202,7 +202,7 @@ class KernelExperts(torch.autograd.Function):
 def as_on_cuda(monkeypatch) -> None:
     """Lets the layers keep what they keep on CUDA, but for the gated MLPs, which also keep silu(gate) here."""
     monkeypatch.setattr(RMSNorm, "forward", lambda norm, x: KernelNorm.apply(x, norm.weight))
-    monkeypatch.setattr(moe, "grouped_mlp", lambda rows, *others: KernelExperts.apply(rows, others[-2]))
+    monkeypatch.setattr(moe, "grouped_mlp", lambda rows, *others: KernelExperts.apply(rows, others[2]))
 
 
 def saved_bytes(model: ModelConfig, tokens: int) -> int:
