@@ -75,7 +75,7 @@ def written(table: ChunkTable, moves: merge.Moves, rank: int) -> tuple[ChunkTabl
     dims = table.offsets.shape[1]
     offsets = np.concatenate((table.offsets[kept], moves.blocks[:, :dims]))
     sizes = np.concatenate((table.sizes[kept], moves.blocks[:, dims:]))
-    final = ChunkTable(table.tensors, np.concatenate((table.tensor[kept], table.tensor[moves.names])), offsets, sizes)
+    final = ChunkTable(table.tensors, np.concatenate((table.tensor[kept], table.tensor[moves.own])), offsets, sizes)
     lengths = final.nbytes + ARCHIVE_BYTES
     file, start = np.divmod(np.cumsum(lengths) - lengths, sharded.FILE_BYTES)
     files = [f"rank{rank:05d}_{number:05d}.distcp" for number in range(int(file.max(initial=0)) + 1)]

@@ -80,7 +80,7 @@ class Import:
         )
         produce(self.target, settings, self.files(run), run, self._complete)
         latest = self.folder / iterations.LATEST_NAME
-        sharded.together(run.group, lambda: None, lambda _: write_durably(latest, b"0"))
+        sharded.on_first_rank(run.group, lambda: write_durably(latest, b"0"))
         if rounded := self.checkpoint.rounded:
             key, dtype = next(iter(rounded.items()))
             count = f"{len(rounded)} tensors were rounded to {self.checkpoint.config.dtype}"

@@ -94,7 +94,7 @@ class Index:
         return {name: chunks for name, chunks in sorted(found.items()) if chunks}
 
     def parts(self, rectangle: Rectangle) -> list[Part]:
-        """Which parts of which chunks fill the rectangle. Raises ValueError where none does."""
+        """Which parts of which chunks fill the rectangle. Raises ValueError if they do not fill all of it."""
         shape = tuple(rectangle.tensor.shape)
         start = np.array((*rectangle.offsets, 0, 0, 0)[:DIMS])
         stop = start + np.array((*shape, 1, 1, 1)[:DIMS])

@@ -27,7 +27,8 @@ class Moves:
     """What one rank sends and writes.
 
     pieces, writers [k] int64: this rank's pieces that `writers` write, in the order of their blocks;
-    blocks [b, 2 * DIMS] int64: offsets and sizes of the blocks that this rank writes; names [b]: its piece in each;
+    blocks [b, 2 * DIMS] int64: offsets and sizes of the blocks that this rank writes; own [b] int64: for each of them
+        the number of one of its pieces in it, which tells the tensor;
     members [m, 4] int64: of each part of these blocks, in their order, the block (of those b), the rank that sends it,
         its bytes and where they begin in the block.
     """
@@ -35,7 +36,7 @@ class Moves:
     pieces: np.ndarray
     writers: np.ndarray
     blocks: np.ndarray
-    names: np.ndarray
+    own: np.ndarray
     members: np.ndarray
 
 
@@ -46,10 +47,11 @@ def moves_of_ranks(tables: Sequence[ChunkTable]) -> list[Moves]:
     own = np.concatenate([np.arange(len(table)) for table in tables])  # the number of a piece in its rank's table
     small = np.flatnonzero(whole.nbytes < SMALL_BYTES)
     across = np.column_stack((whole.tensor, whole.offsets[:, 1:], whole.sizes[:, 1:]))[small]  # all but the rows
+    # Pieces of one tensor that follow each other in its rows come together, and are joined into blocks.
     order = np.lexsort((whole.offsets[small, 0], *across.T))
     small, across = small[order], across[order]
     block = _blocks(across, whole.offsets[small, 0], whole.sizes[small, 0], whole.nbytes[small])
-    several = np.bincount(block, minlength=1)[block] > 1
+    several = np.bincount(block, minlength=1)[block] > 1  # a piece without neighbours stays where it is
     small = small[several]
     _, first, block, count = np.unique(block[several], return_index=True, return_inverse=True, return_counts=True)
     writer = _writers(rank[small], first, count, np.bincount(block, weights=whole.nbytes[small]), len(tables))
@@ -116,11 +118,11 @@ def _of_ranks(
         mine, out = by_writer[got[rank] : got[rank + 1]], by_source[sent[rank] : sent[rank + 1]]
         here = block_order[held[rank] : held[rank + 1]]
         parts = members[mine].copy()
-        own = parts[:, 1] == rank
-        names = np.zeros(len(here), dtype=np.int64)
+        from_here = parts[:, 1] == rank
+        own = np.zeros(len(here), dtype=np.int64)
         parts[:, 0] = np.searchsorted(here, parts[:, 0])
-        names[parts[own, 0]] = pieces[mine][own]
-        moves.append(Moves(pieces[out], writer[members[out, 0]], blocks[here], names, parts))
+        own[parts[from_here, 0]] = pieces[mine][from_here]
+        moves.append(Moves(pieces[out], writer[members[out, 0]], blocks[here], own, parts))
     return moves
 
 
@@ -165,7 +167,7 @@ class Exchange:
 def _empty_blocks(chunks: list[Chunk], moves: Moves) -> tuple[list[Chunk], list[torch.Tensor]]:
     """The blocks that this rank writes, and the bytes of each, to be filled."""
     blocks, buffers = [], []
-    for row, number in zip(moves.blocks.tolist(), moves.names.tolist(), strict=True):
+    for row, number in zip(moves.blocks.tolist(), moves.own.tolist(), strict=True):
         example, dims = chunks[number].piece, len(chunks[number].piece.sizes)
         piece = replace(example, offsets=tuple(row[:dims]), sizes=tuple(row[DIMS : DIMS + dims]))
         data = torch.empty(piece.sizes, dtype=piece.dtype)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from torch.distributed import ProcessGroup
 
 from .files import UNFINISHED, BackgroundSync, sync, write_durably
-from .sharded import together
+from .sharded import on_first_rank, together
 
 RECORDS = ".conversion"
 SETTINGS, FAILED = "settings.json", "failed"
@@ -83,7 +83,7 @@ def produce(
     """
     path = target.absolute()
     staging = path.parent / (path.name + UNFINISHED)
-    together(run.group, lambda: None, lambda _: _begin(target, staging, settings, run.resume))
+    on_first_rank(run.group, lambda: _begin(target, staging, settings, run.resume))
     try:
         together(
             run.group,
@@ -92,7 +92,7 @@ def produce(
         )
         if run.verify:
             together(run.group, lambda: [file.check(staging) for file in run.share(files)] and None)
-        together(run.group, lambda: None, lambda _: _publish(staging, target))
+        on_first_rank(run.group, lambda: _publish(staging, target))
     except Exception:  # an interrupt keeps the finished files for --resume
         if run.rank == 0 and not run.resume:
             shutil.rmtree(staging, ignore_errors=True)

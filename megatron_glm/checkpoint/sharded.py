@@ -326,6 +326,11 @@ class Reader:
         return archives.view(content, archive.start, piece.dtype, piece.sizes)
 
 
+def on_first_rank(group: ProcessGroup | None, work: Callable[[], None]) -> None:
+    """Runs `work` on rank 0 while the others wait; an error is raised on all, as `together` does."""
+    together(group, lambda: None, lambda _: work())
+
+
 def together(
     group: ProcessGroup | None,
     local: Callable[[], T],

@@ -32,10 +32,6 @@ class MLA(nn.Module):
         super().__init__()
         config, backend = run.model, run.kernels.attention_backend
         tp, heads = groups.tp, config.num_attention_heads
-        if heads % tp.size():
-            raise ValueError(
-                f"num_attention_heads {heads} is not divisible by --tensor-model-parallel-size {tp.size()}"
-            )
         self.groups, self.backend = groups, backend
         self.heads = heads // tp.size()
         self.nope, self.rope, self.value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim

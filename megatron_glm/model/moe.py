@@ -27,9 +27,7 @@ class Experts(nn.Module):
 
     def __init__(self, config: ModelConfig, groups: ParallelGroups) -> None:
         super().__init__()
-        experts, ep = config.n_routed_experts, groups.ep
-        if experts % ep.size():
-            raise ValueError(f"n_routed_experts {experts} is not divisible by --expert-model-parallel-size {ep.size()}")
+        experts = config.n_routed_experts
         width, hidden = config.moe_intermediate_size, config.hidden_size
         shapes = {"gate_up": (experts, 2 * width, hidden), "down": (experts, hidden, width)}
         self.products, self.ep = AS_THEY_ARE, groups.ep

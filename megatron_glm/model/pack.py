@@ -216,7 +216,7 @@ def _describe(doc_lengths: tuple[int, ...], total: int) -> tuple[Tensor, Tensor,
 
 
 def _rope(position: Tensor, longest: int, config: ModelConfig, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """cos, sin [t, R/2] of positions [t] < longest, or 0."""
+    """cos, sin [t, R/2] fp32 on the device, of positions [t] int64 on the host, all of them below `longest` or 0."""
     length = 1 << (longest - 1).bit_length() if longest else 1  # few lengths, so that few tables are ever made
     table = _rope_table(length, config.qk_rope_head_dim, config.rope_theta, torch.device(device))
     at = _rows(position, device)

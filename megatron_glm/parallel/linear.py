@@ -69,8 +69,8 @@ class ParallelLinear(nn.Module):
             self.shards[name] = info
         self.adapter_scale = scale
 
-    def product(self, x: Tensor) -> Tensor:
-        """x [t, this rank's in] -> [t, this rank's out]."""
+    def forward(self, x: Tensor) -> Tensor:
+        """x [t, this rank's in] -> [t, this rank's out], the product of this rank's part alone."""
         out = linear(x, self.weight, self.kept, self.products)
         if self.adapter_scale:
             out = out + linear(linear(x, self.lora_A) * self.adapter_scale, self.lora_B)
@@ -84,18 +84,12 @@ class ReplicatedLinear(ParallelLinear):
         shape = out_features, in_features
         super().__init__(shape, replicated(shape, tp), tp, kept)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.product(x)
-
 
 class ColumnParallelLinear(ParallelLinear):
     """Gathered x [t, in] -> this rank's output features [t, out/TP]; weight rows are split."""
 
     def __init__(self, in_features: int, out_features: int, tp: ProcessGroup, kept: bool = False) -> None:
         super().__init__(*split((out_features, in_features), 0, tp), tp, kept)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.product(x)
 
 
 class RowParallelLinear(ParallelLinear):
@@ -105,4 +99,4 @@ class RowParallelLinear(ParallelLinear):
         super().__init__(*split((out_features, in_features), 1, tp), tp, kept)
 
     def forward(self, x: Tensor) -> Tensor:
-        return scatter_sum_rows(self.product(x), self.tp)
+        return scatter_sum_rows(super().forward(x), self.tp)

@@ -78,7 +78,7 @@ class Saver:
         self.pending: Future | None = None
         if config.checkpoint.save is not None:
             self.folder = Path(config.checkpoint.save)
-            sharded.together(groups.checkpoint, lambda: None, lambda _: self._prepare(progress.iteration))
+            sharded.on_first_rank(groups.checkpoint, lambda: self._prepare(progress.iteration))
             if config.checkpoint.async_save:
                 self.host_copy = HostCopy(self.rectangles(), groups.checkpoint)
 
@@ -163,7 +163,7 @@ class Saver:
         if (keep := config.checkpoint.kept) is not None:
             retain = config.checkpoint.save_retain_interval
             try:
-                sharded.together(group, lambda: None, lambda _: sharded.remove_old(self.folder, keep, retain))
+                sharded.on_first_rank(group, lambda: sharded.remove_old(self.folder, keep, retain))
             except (OSError, ValueError) as error:  # the new one is whole: nothing is lost but room
                 log(f"warning: checkpoints older than the last {keep} are not removed: {error}")
 

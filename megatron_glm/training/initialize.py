@@ -75,10 +75,10 @@ def initialize(config: RunConfig) -> ParallelGroups:
     torch.manual_seed(config.train.seed)
     log(f"{machine(world_size)}, torch {torch.__version__}, attention by {kernels.attention_backend}")
     groups = ParallelGroups.create(config.parallel, host, embedding_copies=config.losses.mtp_steps > 0)
-    sharded.together(groups.checkpoint, lambda: None, lambda _: check_hf_files(config))
+    sharded.on_first_rank(groups.checkpoint, lambda: check_hf_files(config))
     if not config.train.eval_only:
         start = start_of_run(config).iteration
-        sharded.together(groups.checkpoint, lambda: None, lambda _: check_sinks(config.logging, start))
+        sharded.on_first_rank(groups.checkpoint, lambda: check_sinks(config.logging, start))
     warn_of_untrained(config)
     return groups
 

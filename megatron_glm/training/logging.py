@@ -82,7 +82,7 @@ class IterationLog:
             ncols=columns,
             nrows=lines,
         )
-        self.lines = hidden or not sys.stdout.isatty()
+        self.lines = hidden or not sys.stdout.isatty()  # whether log lines are shown; the bar replaces them
 
     def __enter__(self) -> IterationLog:
         return self

@@ -35,7 +35,7 @@ def open_sinks(config: RunConfig, groups: ParallelGroups, progress: Progress) ->
     """
     logging, sinks = config.logging, []
 
-    def open_all(_: list[None]) -> None:
+    def open_all() -> None:
         if logging.log_file is not None:
             file = JsonLines(Path(logging.log_file), progress.iteration)
             file.write(config_record(config, groups, progress))
@@ -45,7 +45,7 @@ def open_sinks(config: RunConfig, groups: ParallelGroups, progress: Progress) ->
         if logging.wandb_project is not None:
             sinks.append(WeightsAndBiases(config, progress.run_id))
 
-    sharded.together(groups.checkpoint, lambda: None, open_all)
+    sharded.on_first_rank(groups.checkpoint, open_all)
     return sinks
 
 

@@ -24,6 +24,7 @@ class AllGatherDispatcher(Dispatcher):
     ) -> tuple[Tensor, Tensor, Tensor, tuple[int, RowMap]]:
         rank, t = self.ep.rank(), x.shape[0]
         slots = count(expert_ids // self.n_local, self.ep.size())
+        # [rank, 1 + rank]: the tokens of each rank, and how many of its slots go to each rank
         table = gather_values(torch.cat([slots.new_tensor([t]), slots])[None], self.ep).cpu()
         padding = int(table[:, 0].max()) - t  # all ranks give the same number of tokens to the collectives
         x, weights = (gather_rows(F.pad(part, (0, 0, 0, padding)), self.ep) for part in (x, weights))
