@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from .model import ModelConfig
-from .section import Section, option
+from .section import Section, flag_name, option
 
 TARGETS = (
     "q_a_proj",
@@ -76,6 +78,23 @@ class LoraConfig(Section):
             )
         if self.lora_expert_rank is not None and not experts:
             raise ValueError(f"--lora-expert-rank {self.lora_expert_rank}: no routed expert has an adapter here")
+
+
+def with_stored(given: LoraConfig, checkpoint: Path) -> LoraConfig:
+    """These settings, completed by those of the adapters in an `iter_…` folder, if it holds adapters.
+
+    Raises: ValueError where both say something, and not the same.
+    """
+    try:
+        stored = json.loads((checkpoint / "state.json").read_text())["lora"]
+        settings = {**stored, "lora_target_modules": tuple(stored["lora_target_modules"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return given  # a whole model, or damaged, as loading it will say
+    for name, value in settings.items():
+        ours = getattr(given, name)
+        if ours not in (value, getattr(NO_ADAPTERS, name)):
+            raise ValueError(f"{flag_name(name)} {ours}, and the adapters of --load {checkpoint} have {value}")
+    return replace(given, **settings)
 
 
 NO_ADAPTERS = LoraConfig()

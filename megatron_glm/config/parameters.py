@@ -67,6 +67,12 @@ class Parameter:
         return self.name if self.part == "head" else f"model.{self.name}{fused}"
 
     @property
+    def adapter_prefixes(self) -> tuple[str, ...]:
+        """What the names of its adapters begin with: of each matrix that it stacks, in their order."""
+        owner = self.name.rpartition(".")[0]
+        return tuple(f"{owner}.{m.removesuffix('_proj')}_" for m in self.expert_matrices) or (f"{owner}.",)
+
+    @property
     def flops(self) -> int:
         """Forward FLOPs of one token's product with it; a multiply-add is 2."""
         first, *others = self.shape
@@ -164,13 +170,10 @@ def adapter_parameters(config: ModelConfig, lora: LoraConfig) -> Mapping[str, Pa
         module = owner.rpartition(".")[2]
         if parameter.mtp or parameter.part == "indexer" or module not in lora.lora_target_modules:
             continue
-        if parameter.part == "experts":
-            for matrix in parameter.expert_matrices:
-                experts, out, width = parameter.shape
-                shape = experts, out // len(parameter.expert_matrices), width
-                rows += _adapter(parameter, f"{owner}.{matrix.removesuffix('_proj')}_", shape, lora)
-        elif name == "weight" and parameter.kind == "matrix":
-            rows += _adapter(parameter, f"{owner}.", parameter.shape, lora)
+        if parameter.part == "experts" or (name == "weight" and parameter.kind == "matrix"):
+            *experts, out, width = parameter.shape
+            for prefix in parameter.adapter_prefixes:
+                rows += _adapter(parameter, prefix, (*experts, out // len(parameter.adapter_prefixes), width), lora)
     return {row.name: row for row in rows}
 
 

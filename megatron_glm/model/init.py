@@ -14,15 +14,19 @@ ROWS = 256  # rows that are drawn together; a rank draws only the blocks that it
 
 
 @torch.no_grad()
-def initialize_weights(chunk: GLMChunk, seed: int) -> None:
+def initialize_weights(chunk: GLMChunk, seed: int, only: str | None = None) -> None:
     """Fill all parameters and buffers: norms 1, biases 0, matrices normal with std `initializer_range`.
 
     An adapter's A [r, in] is uniform up to 1 / sqrt(in), its B 0 (as Hugging Face's PEFT draws them).
+
+    only: the part of the model to fill.
 
     Drawn on the CPU in fp32 and cast, so that the device does not matter and no rounding piles up in the tails.
     """
     std = chunk.config.initializer_range
     for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
+        if only is not None and (name not in chunk.declared or chunk.declared[name].part != only):
+            continue
         local(tensor).zero_()  # vocabulary padding and buffers stay zero
         if name not in chunk.declared:
             continue

@@ -17,16 +17,17 @@ import numpy as np
 import torch
 
 from megatron_glm.checkpoint import sharded
+from megatron_glm.checkpoint.adapters import adapter_state
 from megatron_glm.checkpoint.files import check_side_files, write_durably
-from megatron_glm.checkpoint.hf import HFCheckpoint, parameter_shapes
+from megatron_glm.checkpoint.hf import HFCheckpoint
 from megatron_glm.config import PretrainDataConfig, RunConfig, flag_name, iterations
-from megatron_glm.config.parameters import model_parameters
 from megatron_glm.data.loader import MicroBatches
 from megatron_glm.data.pretraining import Blend
 from megatron_glm.model.glm import GLMChunk
 from megatron_glm.parallel.fsdp import rectangle
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.shard import Rectangle
+from megatron_glm.training.base_model import adapters, base_of_run, fill_base, loaded_base
 from megatron_glm.training.host_copy import HostCopy
 from megatron_glm.training.logging import log
 from megatron_glm.training.never_trained import never_trained
@@ -71,6 +72,7 @@ class Saver:
         self.data_order = data_order(config, data)
         self.never_trained = never_trained(config) - config.trained_parts
         self.config, self.groups, self.chunks, self.optimizer = config, groups, chunks, optimizer
+        self.base = base_of_run(config)
         self.hf_files = None if config.hf_folder is None else Path(config.hf_folder)
         self.saved: int | None = progress.iteration  # on disk, or being written; a run starts with nothing to save
         self.host_copy: HostCopy | None = None
@@ -121,6 +123,7 @@ class Saver:
             "trained_parts": sorted(self.config.trained_parts),
             "no_save_optim": self.config.checkpoint.no_save_optim,
             **self.data_order,
+            **({} if self.base is None else adapter_state(self.config.lora, self.base)),
         }
         rectangles = self.rectangles()
         if self.host_copy is not None:
@@ -137,6 +140,7 @@ class Saver:
     def rectangles(self) -> list[Rectangle]:
         """What this rank has of all that is saved."""
         weights = model_rectangles(self.chunks)
+        weights = adapters(weights) if self.config.lora.lora_rank else weights
         without = self.config.checkpoint.no_save_optim
         return weights if without else weights + optimizer_rectangles(self.chunks, self.optimizer)
 
@@ -223,20 +227,24 @@ def load_checkpoint(
 
     Weights only, at iteration 0, without an optimizer, with --finetune and from a converted checkpoint; weights only,
     but at the iteration and data position of the checkpoint, with --no-load-optim. Returns where that run stood.
+    Adapters stay as they are drawn where --load holds none; where it does, the model under them is loaded first.
 
     Args:
         data: what this run trains on; needed where an optimizer is given.
     Raises:
         ValueError: if the checkpoint is of another model, or resuming it would deal other data.
     """
-    if (source := config.checkpoint.load_hf) is not None:
+    rectangles, what, under = model_rectangles(chunks), "weights only", base_of_run(config)
+    source = config.checkpoint.load_hf if under is None else under.folder
+    if source is not None:
         log(f"loading {source}")
-        sharded.together(groups.checkpoint, lambda: open_hf(config).fill(model_rectangles(chunks)))
+        sharded.together(groups.checkpoint, lambda: fill_base(Path(source), rectangles))
         log(f"loaded {source} (weights only)")
-    if config.checkpoint.load is None:
+    if config.checkpoint.load is None or (under is not None and loaded_base(config) is None):
         return Progress()
+    if under is not None:
+        rectangles = adapters(rectangles)
     folder, iteration = iterations.start(config.checkpoint.load, config.checkpoint.ckpt_step)
-    rectangles, what = model_rectangles(chunks), "weights only"
     state = None if optimizer is None else resumed_state(config)
     if optimizer is not None and state is not None:
         assert data is not None
@@ -319,6 +327,7 @@ def check_hf_files(config: RunConfig) -> None:
     Raises: ValueError naming the file: of --load-hf as `open_hf`; of the tokenizer and other files that checkpoints
         carry along, one that is not whole.
     """
+    base_of_run(config)
     if config.checkpoint.load_hf is not None:
         open_hf(config)
     elif config.hf_folder is not None:
@@ -337,23 +346,6 @@ def open_hf(config: RunConfig) -> HFCheckpoint:
             f"{checkpoint.folder} holds {stored} MTP layers, the model has {wanted}: give --mtp-num-layers {stored}"
         )
     return checkpoint
-
-
-def stored_dtypes(config: RunConfig) -> dict[str, torch.dtype]:
-    """The dtypes, by canonical name, of what --load or --load-hf holds; empty without either.
-
-    A Hugging Face folder is read in the dtypes that its conversion would write: FP8 becomes the config's dtype. Under
-    adapters the model has that of --base-precision.
-    """
-    section = config.checkpoint
-    if config.lora.lora_rank:
-        dtype = torch.float32 if config.lora.precision(config.train.bf16) == "fp32" else torch.bfloat16
-        return {name: dtype for name, each in model_parameters(config.model).items() if each.kind != "buffer"}
-    if section.load is not None:
-        folder = iterations.iteration_folder(*iterations.start(section.load, section.ckpt_step))
-        return {name: dtype for name, (_, dtype) in sharded.Reader(folder).shapes.items()}
-    shapes = {} if section.load_hf is None else parameter_shapes(config.model)
-    return {name: dtype for name, (_, dtype) in shapes.items()}
 
 
 def data_order(config: RunConfig, data: MicroBatches) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from megatron_glm.parallel.pipeline.layout import PipelineLayout, build_layout, 
 from megatron_glm.parallel.rendezvous import Meeting, meet
 from megatron_glm.training import watchdog
 from megatron_glm.training.agreement import facts_of_run, require_same
-from megatron_glm.training.checkpointing import check_checkpoints, check_hf_files, start_of_run, stored_dtypes
+from megatron_glm.training.base_model import stored_dtypes
+from megatron_glm.training.checkpointing import check_checkpoints, check_hf_files, start_of_run
 from megatron_glm.training.logging import log
 from megatron_glm.training.never_trained import warn_of_untrained
 from megatron_glm.training.outputs import check_folders, check_sinks
@@ -126,6 +127,7 @@ def build_chunks(
         else:
             for tensor in (*chunk.parameters(), *chunk.buffers()):
                 local(tensor).detach().zero_()
+            initialize_weights(chunk, config.train.seed, only="adapters")
         chunks.append(chunk)
     return chunks
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_glm.config import LossConfig, ModelConfig, RunConfig
-from megatron_glm.config.parameters import model_parameters
+from megatron_glm.config.parameters import ADAPTER, model_parameters
 from megatron_glm.model.glm import GLMChunk
 from megatron_glm.parallel.groups import ParallelGroups
 
@@ -23,7 +23,9 @@ MODULES = ("embedding", "attention", "indexer", "router", "experts", "mlp", "nor
 
 
 def module_of(name: str, model: ModelConfig) -> str:
-    """The one of MODULES that a parameter belongs to, by its canonical name."""
+    """The one of MODULES that a parameter belongs to, by its canonical name; an adapter, to that of its weight."""
+    if name.endswith(ADAPTER):
+        return "attention" if ".self_attn." in name else "experts" if ".experts." in name else "mlp"
     parameter = model_parameters(model)[name]
     part = "mtp" if parameter.mtp else parameter.part
     return "mlp" if part in ("dense", "shared") else part

@@ -1,0 +1,107 @@
+"""A run that trains adapters, as a user has it: what it saves, and what goes on from that alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron_glm.checkpoint import convert, hf, sharded
+from megatron_glm.checkpoint.output import Run
+from megatron_glm.config.parameters import ADAPTER
+from tests import distributed, hf_folder
+from tests.finetune import finetune, write_rows
+from tests.parity.test_frozen import LAYOUTS, stored
+from tests.parity.test_load_hf import MODEL
+
+LORA = {"lora_rank": 4, "lora_alpha": 8, "lora_expert_rank": 8, "moe_router_bias_update_rate": None}
+
+
+def run(folder: Path, flags: dict) -> None:
+    os.chdir(folder)
+    os.environ["WORLD_SIZE"] = str(dist.get_world_size())
+    finetune(None, **{"seq_length": 32, "global_batch_size": 4, "moe_router_bias_update_rate": None} | flags)
+
+
+def train(ranks: int, folder: Path, iterations: int, out: str, **flags) -> list[dict]:
+    given = {"train_iters": iterations, "save": out, "save_interval": 2, "log_file": f"{out}.jsonl"} | flags
+    distributed.run(ranks, run, folder, given)
+    return [json.loads(line) for line in (folder / f"{out}.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("lora")
+    write_rows(folder)
+    hf_folder.make_folder(folder / "hf", **MODEL)
+    convert.Import(hf.HFCheckpoint(folder / "hf"), folder / "base").write(Run())
+    train(1, folder, 4, "whole", load_hf="hf", **LORA)
+    return folder
+
+
+def losses(lines: list[dict]) -> dict[int, float]:
+    return {line["iteration"]: line["lm_loss"] for line in lines if "lm_loss" in line}
+
+
+def test_a_checkpoint_holds_adapters_and_says_of_what(folder):
+    there = stored(folder / "whole/iter_0000004")
+    assert there and all(name.endswith(ADAPTER) for name in there)
+    assert {name.partition("layers")[0] for name in there} == {"", "optimizer.exp_avg.", "optimizer.exp_avg_sq."}
+    state = sharded.state_of(folder / "whole/iter_0000004")
+    assert state["lora"]["lora_rank"] == 4 and state["trained_parts"] == ["adapters"]
+    assert state["base"]["folder"] == str((folder / "hf").resolve())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_it_resumes_alone_in_another_layout(folder, layout):
+    """Without --lora-rank and without the model: the checkpoint knows them."""
+    name = f"resumed {layout}"
+    lines = train(4, folder, 4, name, load="whole", ckpt_step=2, **LAYOUTS[layout])
+    whole = losses([json.loads(line) for line in (folder / "whole.jsonl").read_text().splitlines()])
+    assert losses(lines) == pytest.approx({step: whole[step] for step in (3, 4)}, abs=1e-5)
+    before, after = stored(folder / "whole/iter_0000004"), stored(folder / name / "iter_0000004")
+    assert before.keys() == after.keys()
+    assert all((after[key] - before[key]).abs().max() < 1e-5 for key in before if not key.startswith("optimizer."))
+
+
+def test_a_converted_checkpoint_is_a_base_as_its_folder_is(folder):
+    lines = train(1, folder, 2, "of checkpoint", load="base", **LORA)
+    whole = losses([json.loads(line) for line in (folder / "whole.jsonl").read_text().splitlines()])
+    assert losses(lines) == {step: whole[step] for step in (1, 2)}
+    assert sharded.state_of(folder / "of checkpoint/iter_0000002")["base"]["folder"].endswith("base/iter_0000000")
+    train(1, folder, 3, "of checkpoint again", load="of checkpoint")
+
+
+def refused(folder: Path, capfd, **flags) -> str:
+    given = {"load": "whole", "train_iters": 5} | flags
+    with pytest.raises(RuntimeError) as error:
+        distributed.run(1, run, folder, given)
+    return capfd.readouterr().err + str(error.value)
+
+
+def test_a_base_that_moved_or_is_another(folder, capfd):
+    shutil.copytree(folder / "hf", folder / "moved")
+    os.rename(folder / "hf", folder / "away")
+    try:
+        assert "does not exist: --base DIR if it moved" in refused(folder, capfd)
+        train(1, folder, 5, "with moved", load="whole", base="moved", finetune=True)
+        hf_folder.make_folder(folder / "other", **MODEL | {"vocab_size": 72})
+        message = refused(folder, capfd, base="other")
+        assert "is not the model under the adapters" in message and "the digest" in message
+    finally:
+        os.rename(folder / "away", folder / "hf")
+
+
+def test_flags_that_contradict_the_adapters(folder, capfd):
+    assert "--lora-rank 16, and the adapters of" in refused(folder, capfd, lora_rank=16, lora_expert_rank=16)
+    assert "--base base: --load base holds no adapters" in refused(
+        folder, capfd, load="base", base="base", lora_rank=4, lora_expert_rank=8
+    )
+    assert "needs a model to adapt" in refused(
+        folder, capfd, load=None, hf_config="hf", save="nothing", lora_rank=4, lora_expert_rank=8
+    )
+    assert not (folder / "nothing").exists()
