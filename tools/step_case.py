@@ -122,7 +122,7 @@ class Bench:
 
     def forward_backward(self) -> None:
         self.engine.forward_backward(self.batches, self.counts.losses)
-        reduce_partial_gradients(self.chunks, self.engine.groups.ends)
+        reduce_partial_gradients(self.chunks, self.engine.groups.embedding)
 
     def whole_step(self, optimizer: torch.optim.Optimizer) -> None:
         rate = self.config.optimizer.lr

@@ -9,17 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_glm.config import IndexerConfig, RunConfig
+from megatron_glm.config import IndexerConfig, LossConfig, RunConfig
 from megatron_glm.config.indexer import FROZEN
 from megatron_glm.config.model import ModelConfig
 from megatron_glm.config.parameters import declared
+from megatron_glm.config.training import NEXT_TOKEN
 from megatron_glm.model.adapters import add_adapters
 from megatron_glm.model.answers import answers
 from megatron_glm.model.indexer_training import student_fields
 from megatron_glm.model.layer import DecoderLayer, MTPLayer
 from megatron_glm.model.micro_batch import MicroBatch
 from megatron_glm.model.moe import MoE
-from megatron_glm.model.mtp import accepted, predictions
+from megatron_glm.model.mtp import accepted, draft, predictions
 from megatron_glm.model.norm import RMSNorm
 from megatron_glm.model.recompute import run_layer
 from megatron_glm.model.router import Router
@@ -42,18 +43,22 @@ def carry_fields(
     total: int,
     dtype: torch.dtype,
     indexer: IndexerConfig = FROZEN,
+    losses: LossConfig = NEXT_TOKEN,
 ) -> tuple[CarryField, ...]:
     """What crosses between the chunks of these stages.
 
     Args:
         rows: t/TP, of this rank's sequence shard; total: T, tokens of the pack.
-        dtype: of the hidden states; indexer: how the indexers are trained.
+        dtype: of the hidden states; indexer, losses: what is trained.
     """
     inner = tuple(not stage.embedding for stage in stages)
+    trains_trunk = indexer.indexer_training != "warmup" and losses.train_only is None
+    drafts = tuple(stage.head and not stage.mtp and losses.mtp_steps > 0 for stage in stages)
     shared = tuple(stage.needs_topk(config) for stage in stages)
     slots = min(config.index_topk, total)
     return (
-        CarryField("hidden", (rows, config.hidden_size), dtype, indexer.indexer_training != "warmup", stages=inner),
+        CarryField("hidden", (rows, config.hidden_size), dtype, trains_trunk, stages=inner),
+        CarryField("drafts", (losses.mtp_steps, rows, config.hidden_size), dtype, True, stages=drafts),
         CarryField("topk", (rows, slots), torch.int32, differentiable=False, stages=shared, sparse_only=True),
         *student_fields(indexer, config, shared, rows, total, dtype),
     )
@@ -64,7 +69,8 @@ class GLMChunk(ModelChunk):
 
     Args:
         stage: the layers, and whether the chunk starts with the embedding, ends with final norm, head and loss, and
-            holds the MTP layers of the model, if there are any.
+            holds the MTP layers of the model, if there are any. Where MTP steps run, the final norm is there, because
+            they and the head need its output.
         dispatcher: of all MoE layers of this rank.
     """
 
@@ -79,19 +85,21 @@ class GLMChunk(ModelChunk):
         self.student_names = [field.name for field in student_fields(config.indexer, model, (), 0, 0, torch.float32)]
         vocabulary = (model.vocab_size, model.hidden_size, groups.tp)
         self.losses, self.begins = config.losses, stage.embedding
-        self.predicts = stage.mtp and stage.head and config.losses.mtp_steps > 0  # its MTP layer runs
+        self.predicts = stage.mtp and config.losses.mtp_steps > 0  # its MTP layer runs
         self.embed_tokens = None
         if stage.embedding or self.predicts:  # the MTP layer's stage has a copy
-            self.embed_tokens = VocabParallelEmbedding(*vocabulary, groups.ends)
+            second = not stage.embedding and groups.embedding is None
+            self.embed_tokens = VocabParallelEmbedding(*vocabulary, groups.embedding, copy=second)
         layers: dict[str, nn.Module] = {str(i): DecoderLayer(config, groups, i, dispatcher) for i in stage.layers}
         if stage.mtp:
             layers |= {str(i): MTPLayer(config, groups, i, dispatcher) for i in model.mtp_layer_ids}
         self.layers = nn.ModuleDict(layers)
-        self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps, groups.tp) if stage.head else None
+        normed = stage.mtp if config.losses.mtp_steps else stage.head
+        self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps, groups.tp) if normed else None
         self.lm_head = None
         if stage.head:
-            drafts = config.losses.mtp_loss == "tv"
-            self.lm_head = DraftHead(*vocabulary, groups.cp) if drafts else VocabParallelHead(*vocabulary)
+            variation = config.losses.mtp_loss == "tv"
+            self.lm_head = DraftHead(*vocabulary, groups.cp) if variation else VocabParallelHead(*vocabulary)
         add_adapters(self, model, config.lora)
         self.adapted = config.lora.lora_rank > 0
         self.shards = {}
@@ -114,8 +122,10 @@ class GLMChunk(ModelChunk):
                 hidden [t/TP, D]; topk [t/TP, K] int32, needed where this chunk starts with a shared layer, and
                 so are the tensors of `student_fields`, if indexers are trained.
         Returns:
-            the same for the next chunk: topk is this sequence shard's selection, missing where no row needs one. The
-            last chunk's hidden states are those before the final norm, and cut from the graph: the loss has it.
+            the same for the next chunk: topk is this sequence shard's selection, missing where no row needs one. Where
+            the MTP steps run before the last chunk, hidden is behind the final norm, and drafts [S, t/TP, D] the
+            hidden states of the steps. The last chunk's hidden states are its input to the norm or the head, cut from
+            the graph: the loss has it.
             The losses by name, fp32 scalars, each a SUM times its scale: "lm" of the token losses, in the last chunk,
             and "mtp_k" of MTP step k, with "accepted_k", the number of its tokens that the trunk would choose, too;
             "indexer" of the rows' losses, where a layer teaches an indexer, and in warm-up "recall"; "aux" and "z" of
@@ -141,11 +151,18 @@ class GLMChunk(ModelChunk):
                 of_layers[name].append(value)
         for name, values in of_layers.items():
             losses[name] = self._over_tp(torch.stack(values).sum() * batch.scale(name))
+        main = hidden if self.norm is None else self.norm(hidden)
+        drafts: Sequence[Tensor] = carry["drafts"].unbind() if "drafts" in carry else ()
+        if self.predicts and batch.ahead:
+            drafts = self._drafts(main, batch)
         if self.lm_head is not None and batch.labels is not None:
-            losses |= self._predict(hidden, batch)
+            losses |= self._predict(main, drafts, batch)
         if self.lm_head is not None:
-            hidden = hidden.detach()  # a chunk without layers returns its input, and FSDP2 warns of views with a graph
-        carry = {"hidden": hidden} | ({} if topk is None else {"topk": topk[pack.shard]})
+            # a chunk without layers returns its input, and FSDP2 warns of views with a graph
+            carry = {"hidden": hidden.detach()}
+        else:
+            carry = {"hidden": main} | ({"drafts": torch.stack(tuple(drafts))} if drafts else {})
+        carry |= {} if topk is None else {"topk": topk[pack.shard]}
         return carry | dict(zip(self.student_names, student, strict=False)), losses
 
     def _over_tp(self, loss: Tensor) -> Tensor:
@@ -153,24 +170,24 @@ class GLMChunk(ModelChunk):
         others = sum_over(loss.detach().clone(), self.groups.tp) - loss.detach()
         return loss + others
 
-    def _predict(self, hidden: Tensor, batch: MicroBatch) -> dict[str, Tensor]:
-        """The losses of the last chunk, from the hidden states [t/TP, D] before the last norm."""
-        assert self.norm is not None and self.lm_head is not None and batch.labels is not None
-        pack, main = batch.pack, self.norm(hidden)
+    def _drafts(self, main: Tensor, batch: MicroBatch) -> list[Tensor]:
+        """Hidden states [t/TP, D] of each MTP step, from the trunk's behind the last norm."""
+        [number] = self.config.mtp_layer_ids
+        layer = self.layers[str(number)]
+        assert isinstance(layer, MTPLayer) and isinstance(self.embed_tokens, VocabParallelEmbedding)
+        shares = self.config.index_share_for_mtp_iteration
+        return draft(self.losses, shares, batch, main, self.embed_tokens, layer, self.recompute)
+
+    def _predict(self, main: Tensor, steps: Sequence[Tensor], batch: MicroBatch) -> dict[str, Tensor]:
+        """The losses of the last chunk, from normed hidden states [t/TP, D] of the trunk and of the MTP steps."""
+        assert self.lm_head is not None and batch.labels is not None
+        pack, chunk_size = batch.pack, self.kernels.loss_chunk_size
+        labels = pack.local(batch.labels)
         if batch.asks != "losses":
-            best = batch.asks == "next tokens"
-            labels = pack.local(batch.labels)
-            return answers(self.lm_head, main, labels, pack, self.groups.cp, self.kernels.loss_chunk_size, best)
-        steps: list[Prediction] = []
-        if batch.ahead:
-            [number] = self.config.mtp_layer_ids
-            layer = self.layers[str(number)]
-            assert isinstance(layer, MTPLayer) and isinstance(self.embed_tokens, VocabParallelEmbedding)
-            shares = self.config.index_share_for_mtp_iteration
-            steps = predictions(self.losses, shares, batch, main, self.embed_tokens, layer, self.recompute)
-        first = Prediction(main, pack.local(batch.labels), batch.scale("lm"))
-        found, best = self.lm_head([first, *steps], self.kernels.loss_chunk_size, best=bool(steps))
-        losses = {"lm": found[0]} | {f"mtp_{i}": found[i] for i in range(1, 1 + len(steps))}
+            return answers(self.lm_head, main, labels, pack, self.groups.cp, chunk_size, batch.asks == "next tokens")
+        first, further = Prediction(main, labels, batch.scale("lm")), predictions(self.losses, batch, steps)
+        found, best = self.lm_head([first, *further], chunk_size, best=bool(further))
+        losses = {"lm": found[0]} | {f"mtp_{i}": loss for i, loss in enumerate(found[1:], 1)}
         return losses if best is None else losses | accepted(best, batch, self.groups)
 
     def router(self, layer_id: int) -> Router:

@@ -7,6 +7,8 @@ attend to the keys and the selection of the first, as an engine does that drafts
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.vocab import Prediction, VocabParallelEmbedding
 
 
-def predictions(
+def draft(
     losses: LossConfig,
     shares: bool,
     batch: MicroBatch,
@@ -28,17 +30,17 @@ def predictions(
     embed: VocabParallelEmbedding,
     layer: MTPLayer,
     recompute: str,
-) -> list[Prediction]:
-    """What the head is to predict at each MTP step.
+) -> list[Tensor]:
+    """Hidden states [t/TP, D] of each MTP step, from which the head predicts.
 
     Args:
         shares: whether later steps attend to the keys of the first.
         main: [t/TP, D] hidden states of the trunk behind the last norm.
         recompute: granularity, see `run_layer`.
     """
-    found: list[Prediction] = []
+    found: list[Tensor] = []
     hidden, topk, latents = main.detach() if losses.mtp_detaches else main, None, None
-    for number, step in enumerate(batch.ahead, 1):
+    for step in batch.ahead:
         with torch.set_grad_enabled(torch.is_grad_enabled() and not losses.mtp_detaches):
             embedded = embed(step.pack.local(step.tokens))
         output: MTPOutput = run_layer(recompute, layer, embedded, hidden, step.pack, topk, latents)
@@ -47,10 +49,17 @@ def predictions(
         hidden = output.hidden
         if shares:
             topk, latents = output.topk, output.latents
-        weight = losses.mtp_loss_scaling_factor / losses.mtp_steps
-        labels = step.pack.local(step.labels)
-        found.append(Prediction(hidden, labels, batch.scale(f"mtp_{number}"), weight, not losses.mtp_detaches))
+        found.append(hidden)
     return found
+
+
+def predictions(losses: LossConfig, batch: MicroBatch, hidden: Sequence[Tensor]) -> list[Prediction]:
+    """What the head is to predict from the hidden states of each step."""
+    weight, trains_head = losses.mtp_loss_scaling_factor / max(1, losses.mtp_steps), not losses.mtp_detaches
+    return [
+        Prediction(rows, batch.pack.local(step.labels), batch.scale(f"mtp_{number}"), weight, trains_head)
+        for number, (step, rows) in enumerate(zip(batch.ahead, hidden, strict=True), 1)
+    ]
 
 
 def accepted(best: Tensor, batch: MicroBatch, groups: ParallelGroups) -> dict[str, Tensor]:

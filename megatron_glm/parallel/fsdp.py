@@ -172,17 +172,18 @@ def record_change() -> torch.Event | None:
     return torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
 
 
-def reduce_partial_gradients(chunks: Sequence[ModelChunk], ends: dist.ProcessGroup | None = None) -> None:
+def reduce_partial_gradients(chunks: Sequence[ModelChunk], copies: dist.ProcessGroup | None = None) -> None:
     """Sum the gradients of replicated parameters over their `sum_groups`, after the last backward of a step.
 
-    ends: the stages that hold copies of the embedding, of which one may have had no gradient.
+    copies: the ranks that hold copies of the embedding, of which one may have had no gradient.
     """
+    _sum_copies(chunks)
     by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             summed = chunk.shards[name].sum_groups
-            if parameter.grad is None and parameter.requires_grad and ends is not None and ends in summed:
-                parameter.grad = torch.zeros_like(parameter)  # the other stage has one
+            if parameter.grad is None and parameter.requires_grad and copies is not None and copies in summed:
+                parameter.grad = torch.zeros_like(parameter)  # the other one has it
             if parameter.grad is None:
                 continue
             for group in summed:
@@ -193,6 +194,23 @@ def reduce_partial_gradients(chunks: Sequence[ModelChunk], ends: dist.ProcessGro
         dist.all_reduce(flat, group=group)
         for gradient, summed in zip(gradients, unflatten(flat, gradients), strict=True):
             gradient.copy_(summed)
+
+
+def _sum_copies(chunks: Sequence[ModelChunk]) -> None:
+    """Each copy of a parameter in the chunks of this rank gets the sum of the gradients of all."""
+    by_name: dict[str, list[nn.Parameter]] = {}
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            by_name.setdefault(name, []).append(parameter)
+    for parameters in by_name.values():
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if len(parameters) == 1 or not gradients:
+            continue
+        total = torch.stack(list(map(local, gradients))).sum(0)
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            local(parameter.grad).copy_(total)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -214,7 +232,7 @@ def rectangle(name: str, tensor: Tensor, info: ShardInfo) -> Rectangle:
         rows = max(0, min(data.shape[0], info.global_shape[0] - offsets[0]))
         data = data[:rows]
         offsets[0] = min(offsets[0], info.global_shape[0])
-    owner = all(group.rank() == 0 for group in info.replica_groups)
+    owner = not info.copy and all(group.rank() == 0 for group in info.replica_groups)
     return Rectangle(name, info.global_shape, tuple(offsets), data, owner)
 
 

@@ -51,17 +51,17 @@ class ParallelGroups:
     edp: ProcessGroup
     pp_forward: Edges  # activations: from the previous stage, to the next one
     pp_backward: Edges  # gradients: from the next stage, to the previous one
-    ends: ProcessGroup | None = None  # the first and the last pipeline rank; None on the others, and without stages
+    embedding: ProcessGroup | None = None  # two pipeline ranks that hold copies of the embedding; None on the others
     ep_node: ProcessGroup | None = None  # the ep ranks of one node; only with --expert-node-size
     ep_inter: ProcessGroup | None = None  # the ep ranks of equal index in their node; only with --expert-node-size
 
     @classmethod
     def create(
-        cls, parallel: ParallelConfig, host: ProcessGroup | None = None, embedding_copies: bool = False
+        cls, parallel: ParallelConfig, host: ProcessGroup | None = None, embedding: Sequence[int] = ()
     ) -> ParallelGroups:
         """Collective over all ranks of the initialised default group, whatever its size.
 
-        host: `host_group()`, if there is one already; embedding_copies: the last stage has the embedding, too (`ends`).
+        host: `host_group()`, if there is one already; embedding: the pipeline ranks that hold it, one or two.
         """
         world, rank, timeout = default_group(), dist.get_rank(), time_limit(parallel)
         grid = Grid.create(parallel, dist.get_world_size())
@@ -80,7 +80,7 @@ class ParallelGroups:
             world=world,
             gloo_world=host or host_group(parallel),
             checkpoint=_new_group(None, NO_LIMIT, "gloo"),
-            ends=_ends(grid, rank, known, timeout) if embedding_copies else None,
+            embedding=_copies(grid, embedding, rank, known, timeout),
             pp_forward=_edges(grid.ring_edges(), rank, timeout),
             pp_backward=_edges([(after, before) for before, after in grid.ring_edges()], rank, timeout),
             **{name: mine(name) for name in names},
@@ -119,13 +119,16 @@ def time_limit(parallel: ParallelConfig) -> timedelta:
     return timedelta(minutes=parallel.distributed_timeout_minutes + 1)
 
 
-def _ends(grid: Grid, rank: int, known: dict[tuple[int, ...], ProcessGroup], timeout: timedelta) -> ProcessGroup | None:
+def _copies(
+    grid: Grid, at: Sequence[int], rank: int, known: dict[tuple[int, ...], ProcessGroup], timeout: timedelta
+) -> ProcessGroup | None:
+    """The ranks at these places of the pipeline of `rank`, if they are several and it is one of them."""
     mine = None
-    for ranks in grid.groups("pp") if grid.pp > 1 else ():
-        ends = ranks[0], ranks[-1]
-        if ends not in known:
-            known[ends] = _new_group(ends, timeout)
-        mine = known[ends] if rank in ends else mine
+    for ranks in grid.groups("pp") if len(at) > 1 else ():
+        copies = tuple(ranks[place] for place in at)
+        if copies not in known:
+            known[copies] = _new_group(copies, timeout)
+        mine = known[copies] if rank in copies else mine
     return mine
 
 

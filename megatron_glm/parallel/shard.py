@@ -16,7 +16,8 @@ class ShardInfo:
     global_shape: shape of the whole tensor; offsets: where this rank's rectangle starts in it;
     replica_groups: groups whose ranks hold a copy of the same rectangle;
     sum_groups: groups over which this rank's gradient is only a partial sum;
-    expert: belongs to the routed experts (reduced over the expert-data group, not over all data ranks).
+    expert: belongs to the routed experts (reduced over the expert-data group, not over all data ranks);
+    copy: a chunk of this rank that comes before holds the same rectangle, which counts: in norm and checkpoints.
     """
 
     global_shape: tuple[int, ...]
@@ -24,6 +25,7 @@ class ShardInfo:
     replica_groups: tuple[ProcessGroup, ...]
     sum_groups: tuple[ProcessGroup, ...]
     expert: bool
+    copy: bool = False
 
 
 @dataclass(frozen=True)

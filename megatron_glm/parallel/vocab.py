@@ -29,8 +29,19 @@ IGNORE = -100  # label of a position without loss
 class VocabParallel(nn.Module):
     """Rows [v, D] of a vocabulary matrix [V, D]; `first` is the token id of the first local row."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, tp: ProcessGroup, copies: ProcessGroup | None = None) -> None:
-        """copies: the pipeline ranks that hold the same rows, each of which has a part of the gradient."""
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        tp: ProcessGroup,
+        copies: ProcessGroup | None = None,
+        copy: bool = False,
+    ) -> None:
+        """Copies of the rows have a part of the gradient each.
+
+        Args:
+            copies: the pipeline ranks that hold one; copy: this is one of another chunk's on the same rank.
+        """
         super().__init__()
         rows = -(-vocab_size // tp.size())
         self.tp = tp
@@ -38,7 +49,7 @@ class VocabParallel(nn.Module):
         self.valid = max(0, min(rows, vocab_size - self.first))
         self.weight = nn.Parameter(torch.empty(rows, hidden_size))
         both = () if copies is None else (copies,)
-        info = ShardInfo((vocab_size, hidden_size), (self.first, 0), replica_groups=both, sum_groups=both, expert=False)
+        info = ShardInfo((vocab_size, hidden_size), (self.first, 0), both, both, expert=False, copy=copy)
         self.shards = {"weight": info}
 
 

@@ -132,10 +132,10 @@ class Engine:
 
     def _fields(self, total: int, training: bool) -> tuple[CarryField, ...]:
         """What crosses between stages, for packs of `total` tokens."""
-        indexer = self.config.indexer if training else FROZEN
+        indexer, losses = self.config.indexer if training else FROZEN, self.config.losses
         rows = total // (self.groups.cp.size() * self.groups.tp.size())
         dtype = torch.bfloat16 if self.config.train.bf16 else torch.float32
-        return carry_fields(self.config.model, self._layout.stages, rows, total, dtype, indexer)
+        return carry_fields(self.config.model, self._layout.stages, rows, total, dtype, indexer, losses)
 
     def _micro_batch(self, batch: PackedBatch, scales: dict[str, float], asks: Asks = "losses") -> MicroBatch:
         groups = self.groups
@@ -151,7 +151,8 @@ class Engine:
             device=self.device,
         )
         labels = batch.labels.masked_fill(~batch.loss_mask, IGNORE)
-        count = self.config.losses.mtp_steps if any(chunk.predicts for chunk in self.chunks) else 0
+        wanted = any(chunk.predicts or chunk.lm_head is not None for chunk in self.chunks)
+        count = self.config.losses.mtp_steps if wanted else 0
         steps = tuple(self._mtp_input(batch, pack, step) for step in range(1, 1 + count))
         return MicroBatch(upload(batch.tokens, self.device), upload(labels, self.device), pack, scales, steps, asks)
 

@@ -75,7 +75,8 @@ def initialize(config: RunConfig) -> ParallelGroups:
     require_same(host, facts_of_run(config))
     torch.manual_seed(config.train.seed)
     log(f"{machine(world_size)}, torch {torch.__version__}, attention by {kernels.attention_backend}")
-    groups = ParallelGroups.create(config.parallel, host, embedding_copies=config.losses.mtp_steps > 0)
+    layout = pipeline_layout(config, config.parallel.data_parallel_size(world_size))
+    groups = ParallelGroups.create(config.parallel, host, layout.embedding_ranks(config.losses.mtp_steps > 0))
     sharded.on_first_rank(groups.checkpoint, lambda: check_hf_files(config))
     if not config.train.eval_only:
         start = start_of_run(config).iteration

@@ -126,7 +126,7 @@ def gradient_squares(chunks: Sequence[GLMChunk]) -> tuple[list[str], Tensor]:
     """
     names, gradients, weights = [], [], []
     for name, parameter, shard in trained_parameters(chunks):
-        if parameter.grad is not None:
+        if parameter.grad is not None and not shard.copy:
             names.append(name)
             gradients.append(local(parameter.grad))
             weights.append(1.0 / math.prod(group.size() for group in shard.replica_groups))

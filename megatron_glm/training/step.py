@@ -96,7 +96,7 @@ def train_step(
     config, groups, chunks = engine.config, engine.groups, engine.chunks
     counts = counts or count(config, groups, batches)
     found = engine.forward_backward(batches, counts.losses)
-    reduce_partial_gradients(chunks, groups.ends)
+    reduce_partial_gradients(chunks, groups.embedding)
     names, squares = gradient_squares(chunks)  # before the host waits for the loss
     losses = sum_over_ranks(engine, found)
     grad_norm = gradient_norm(squares, groups.world)

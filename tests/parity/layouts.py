@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,6 +13,7 @@ from megatron_glm.config import KernelConfig, ModelConfig, OptimizerConfig, Para
 from megatron_glm.data.packing import PackedBatch
 from megatron_glm.model.init import initialize_weights
 from megatron_glm.parallel.groups import ParallelGroups
+from megatron_glm.parallel.shard import ShardInfo
 from tests.distributed import close_groups
 from tests.reference import recorded, single_groups, small_config
 
@@ -98,18 +99,21 @@ def train(
 ) -> Result:
     """Train `steps` steps in this process group and gather what came out on rank 0."""
     from megatron_glm.training.engine import Engine
-    from megatron_glm.training.initialize import build_chunks
+    from megatron_glm.training.initialize import build_chunks, pipeline_layout
     from megatron_glm.training.optimizer import build_optimizer
     from megatron_glm.training.step import train_step
 
     config.check(dist.get_world_size())
-    groups = ParallelGroups.create(config.parallel, embedding_copies=config.losses.mtp_steps > 0)
+    layout = pipeline_layout(config, config.parallel.data_parallel_size(dist.get_world_size()))
+    groups = ParallelGroups.create(
+        config.parallel, embedding=layout.embedding_ranks(predicts=config.losses.mtp_steps > 0)
+    )
     chunks = build_chunks(config, groups, draw)
     engine, result = Engine(config, groups, chunks), Result()
 
     def capture() -> None:
         if not result.losses:
-            found = {n: (p.grad, c.shards[n]) for c in chunks for n, p in c.named_parameters() if p.grad is not None}
+            found = [(n, p.grad, c.shards[n]) for c in chunks for n, p in c.named_parameters() if p.grad is not None]
             result.gradients = assemble(found, groups.gloo_world, copies_agree)
 
     optimizer = Recorder(build_optimizer(config.optimizer, chunks), capture)
@@ -123,13 +127,15 @@ def train(
             result.others.append({name: loss for name, loss in outcome.losses.items() if name != "lm"})
             result.norms.append(outcome.grad_norm)
     result.gap = seen.gap
-    found = {n: (t, c.shards[n]) for c in chunks for n, t in c.state_dict().items()}
+    found = [(n, t, c.shards[n]) for c in chunks for n, t in c.state_dict().items()]
     result.parameters = assemble(found, groups.gloo_world, copies_agree)
     close_groups(groups)
     return result
 
 
-def assemble(tensors: dict, gloo: dist.ProcessGroup, copies_agree: bool) -> dict[str, Tensor]:
+def assemble(
+    tensors: Sequence[tuple[str, Tensor, ShardInfo]], gloo: dist.ProcessGroup, copies_agree: bool
+) -> dict[str, Tensor]:
     """Global tensors on rank 0 from all ranks' rectangles.
 
     Copies of the same rectangle must agree bit for bit, or with `copies_agree` False the last one is taken.
@@ -137,7 +143,7 @@ def assemble(tensors: dict, gloo: dist.ProcessGroup, copies_agree: bool) -> dict
     from megatron_glm.parallel.fsdp import rectangle
 
     mine = []
-    for name, (tensor, info) in tensors.items():
+    for name, tensor, info in tensors:
         part = rectangle(name, tensor, info)
         # As numpy arrays, because pickling hundreds of small tensors costs more than the training step.
         mine.append((name, part.global_shape, part.offsets, part.tensor.cpu().numpy().copy()))

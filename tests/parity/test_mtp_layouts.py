@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import cache, partial
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from megatron_glm.config import LossConfig, ParallelConfig, RunConfig
 from tests import distributed
-from tests.finetune import finetune, json_log, tensors, write_rows
 from tests.parity.layouts import Result, clear_reference, pack, parity_model, run_config, train_layouts
 from tests.parity.test_layouts import EVERY, FULL, KEPT, SELECTIVE, ZERO_BUBBLE, compare, layout
 
@@ -35,6 +31,14 @@ GRID = {
         "pp2 only mtp": (ONLY, layout(pp=2)),
         "cp2 total variation": (VARIATION, layout(cp=2)),
         "pp2 total variation full recompute": (VARIATION, layout(pp=2, **FULL)),
+        "pp2 m before the head": (SHARED, layout(pp=2, pipeline_model_parallel_layout="Etttt,m|L", **FULL)),
+        "pp2 vp2 m before the head": (SHARED, layout(pp=2, pipeline_model_parallel_layout="Et|tt|t,m|L")),
+        "pp2 vp2 m alone, zero bubble": (
+            VARIATION,
+            layout(pp=2, pipeline_model_parallel_layout="Ett|tt|m|L", **ZERO_BUBBLE),
+        ),
+        "pp2 only m, before the head": (ONLY, layout(pp=2, pipeline_model_parallel_layout="Ettt|t|m|L")),
+        "dp2 vp2": (OWN, layout(pipeline_model_parallel_layout="Ett|ttL")),
         "pp2 zero bubble": (OWN, layout(pp=2, **ZERO_BUBBLE)),
     },
     4: {
@@ -46,6 +50,16 @@ GRID = {
         "cp2 pp2 reduced every time": (OWN, layout(cp=2, pp=2, **EVERY)),
         "ep2 pp2 kept weights": (SHARED, layout(ep=2, pp=2, **KEPT)),
         "pp4": (SHARED, layout(pp=4)),
+        "pp4 m alone": (OWN, layout(pp=4, pipeline_model_parallel_layout="Ett|tt|m|L")),
+        "pp4 m before the head, zero bubble": (
+            SHARED,
+            layout(pp=4, pipeline_model_parallel_layout="Et|t|tt,m|L", **ZERO_BUBBLE),
+        ),
+        "tp2 pp2 m before the head": (DETACHED, layout(tp=2, pp=2, pipeline_model_parallel_layout="Etttt,m|L")),
+        "dp2 pp2 m before the head, reduced every time": (
+            SHARED,
+            layout(pp=2, pipeline_model_parallel_layout="Et|tt|t,m|L", **EVERY),
+        ),
     },
 }
 
@@ -76,26 +90,3 @@ def test_layout_trains_mtp_as_one_process(world_size, name):
     for ours, one in zip(result.others, expected.others, strict=True):
         assert ours == pytest.approx(one, abs=1e-5)
     assert min(expected.others[0].values()) >= 0 and any("mtp" in key for key in expected.others[0])
-
-
-def finetuned(folder, out: str, iterations: int, flags: dict) -> None:
-    os.chdir(folder)
-    os.environ["WORLD_SIZE"] = str(dist.get_world_size())
-    given = {"mtp_num_steps": 2, "lr_decay_style": "constant", "log_file": f"{out}.jsonl"} | flags
-    finetune(train_iters=iterations, save=out, save_interval=1, **given)
-
-
-def test_a_checkpoint_with_mtp_goes_through_other_stages_and_back(tmp_path):
-    """Two stages, then one, then two: as a run that stayed on two."""
-    write_rows(tmp_path)
-    pp2 = {"pipeline_model_parallel_size": 2}
-    distributed.run(2, finetuned, tmp_path, "stayed", 3, pp2)
-    distributed.run(2, finetuned, tmp_path, "a", 1, pp2)
-    distributed.run(1, finetuned, tmp_path, "b", 2, {"preset": None, "load": "a"})
-    distributed.run(2, finetuned, tmp_path, "c", 3, {"preset": None, "load": "b", **pp2})
-    expected, found = tensors(tmp_path / "stayed", 3), tensors(tmp_path / "c", 3)
-    assert expected.keys() == found.keys() and any(n.startswith("optimizer.exp_avg.layers.3.") for n in found)
-    for name, tensor in expected.items():
-        assert torch.allclose(found[name].float(), tensor.float(), rtol=0, atol=1e-5), name
-    lines = json_log(tmp_path / "c.jsonl")
-    assert all(len(line["mtp_losses"]) == 2 for line in lines)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_glm.config import (
@@ -16,6 +17,7 @@ from megatron_glm.config import (
     DataConfig,
     KernelConfig,
     LoggingConfig,
+    LossConfig,
     OptimizerConfig,
     ParallelConfig,
     RunConfig,
@@ -42,10 +44,11 @@ LAYOUTS = [
     (4, TP2_EP2_PP2_VP2),
     (4, ParallelConfig(reshard_after_forward=False, reshard_experts_after_forward=False)),
     (4, ParallelConfig(tensor_model_parallel_size=4, sequence_parallel=True, expert_model_parallel_size=2)),
-    (4, ParallelConfig(pipeline_model_parallel_size=4)),
+    (4, ParallelConfig(pipeline_model_parallel_size=4, pipeline_model_parallel_layout="Et|tt|t,m|L")),
     (4, ParallelConfig(context_parallel_size=4, expert_model_parallel_size=2)),
     (2, ParallelConfig(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et|tttL")),
     (1, ParallelConfig()),
+    (2, ParallelConfig(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et|tt|tm|L")),
     (8, dataclasses.replace(TP2_EP2_PP2_VP2, context_parallel_size=2, num_layers_per_virtual_pipeline_stage=None)),
     (4, ParallelConfig(pipeline_model_parallel_size=2, expert_model_parallel_size=2, grad_sync="every")),
 ]
@@ -60,6 +63,7 @@ def run_config(folder: Path, parallel: ParallelConfig, load: bool, **train) -> R
         optimizer=OptimizerConfig(lr=1e-4, lr_decay_style="constant", moe_router_bias_update_rate=1e-3),
         data=DataConfig(data_path=("none",), seq_length=SEQ_LENGTH),
         checkpoint=CheckpointConfig(save=save, load=save if load else None, async_save=load, keep_last=3),
+        losses=LossConfig(mtp_num_steps=2),
         train=TrainConfig(global_batch_size=4, train_iters=len(LAYOUTS), **train),
         logging=LoggingConfig(log_file=f"{folder}.jsonl"),
     )
@@ -78,15 +82,11 @@ def gathered(chunks: list, optimizer: torch.optim.Optimizer, gloo) -> dict[str, 
     """On rank 0 every global parameter, buffer and moment; copies on several ranks have been compared."""
     from megatron_glm.training.optimizer import trained_parameters
 
-    state = {name: (tensor, chunk.shards[name]) for chunk in chunks for name, tensor in chunk.state_dict().items()}
+    state = [(name, tensor, chunk.shards[name]) for chunk in chunks for name, tensor in chunk.state_dict().items()]
     for name, parameter, shard in trained_parameters(chunks):
-        state |= {
-            f"{moment} {name}": (optimizer.state[parameter][moment], shard) for moment in ("exp_avg", "exp_avg_sq")
-        }
-        state[f"step {name}"] = (
-            optimizer.state[parameter]["step"],
-            dataclasses.replace(shard, global_shape=(), offsets=()),
-        )
+        moments = optimizer.state[parameter]
+        state += [(f"{moment} {name}", moments[moment], shard) for moment in ("exp_avg", "exp_avg_sq")]
+        state.append((f"step {name}", moments["step"], dataclasses.replace(shard, global_shape=(), offsets=())))
     return assemble(state, gloo, copies_agree=True)
 
 
@@ -109,11 +109,13 @@ def leg(config: RunConfig, groups) -> tuple[dict[str, Tensor], dict[str, Tensor]
 
 def legs(folder: Path, layouts: list[ParallelConfig], load: bool) -> list:
     from megatron_glm.parallel.groups import ParallelGroups
+    from megatron_glm.training.initialize import pipeline_layout
 
     results = []
     for parallel in layouts:
         config = run_config(folder, parallel, load, exit_interval=1)
-        groups = ParallelGroups.create(parallel)
+        layout = pipeline_layout(config, parallel.data_parallel_size(dist.get_world_size()))
+        groups = ParallelGroups.create(parallel, embedding=layout.embedding_ranks(predicts=True))
         results.append(leg(config, groups))
         distributed.close_groups(groups)
         load = True
@@ -134,7 +136,7 @@ def runs(tmp_path_factory) -> tuple[list, list[dict], list[dict]]:
 
 @pytest.mark.parametrize("pair", range(len(LAYOUTS) - 1))
 def test_every_bit_of_the_state_survives_a_change_of_layout(runs, pair):
-    """Masters, both moments, their step count and the router's bias, frozen layers included."""
+    """Masters, both moments, their step count and the router's bias; the copies of MTP's embedding agree."""
     states, _, _ = runs
     saved, loaded = states[pair][1], states[pair + 1][0]
     assert saved.keys() == loaded.keys() and any(name.startswith("layers.4.") for name in saved)

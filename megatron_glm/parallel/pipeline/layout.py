@@ -67,13 +67,17 @@ class PipelineLayout:
         """The stages of one pipeline rank, chunk by chunk."""
         return tuple(self.stages[stage] for stage in self.placement.stages[rank])
 
+    def embedding_ranks(self, predicts: bool) -> list[int]:
+        """The pipeline ranks that hold the embedding. predicts: MTP steps run, for which their stage has it, too."""
+        holding = [i for i, stage in enumerate(self.stages) if stage.embedding or (stage.mtp and predicts)]
+        return sorted({self.placement.of_stage[stage][0] for stage in holding})
+
 
 def check_run(config: RunConfig, world_size: int) -> None:
     """Refuse, by ValueError, a configuration that these ranks cannot run: all that is known without torch."""
     config.check(world_size)
     micro_batches = config.micro_batches(config.parallel.data_parallel_size(world_size))
-    steps = config.losses.mtp_steps
-    check_layout(config.parallel, config.model, world_size, config.data.seq_length, micro_batches, steps)
+    check_layout(config.parallel, config.model, world_size, config.data.seq_length, micro_batches)
 
 
 def check_layout(
@@ -82,7 +86,6 @@ def check_layout(
     world_size: int,
     seq_length: int,
     micro_batches: int,
-    mtp_steps: int = 0,
 ) -> Grid:
     """Refuse, by ValueError, every layout that these ranks, this model and its pipeline stages cannot have."""
     parallel.check(model, world_size)
@@ -93,11 +96,6 @@ def check_layout(
         )
     layout = build_layout(parallel, model, seq_length, micro_batches)
     schedule_of(parallel, layout, micro_batches)
-    if mtp_steps and not any(stage.mtp and stage.head for stage in layout.stages):
-        raise ValueError(
-            f"{LAYOUT_FLAG} {parallel.pipeline_model_parallel_layout} has the MTP layer (m) before the head (L): "
-            f"--mtp-num-steps {mtp_steps} trains it where the head is"
-        )
     return grid
 
 
