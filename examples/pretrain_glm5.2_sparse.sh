@@ -27,7 +27,7 @@ MODEL_ARGS=(--hf-config glm5.2 --bf16 --attention-backend cudnn --indexer-traini
 PARALLEL_ARGS=(--tensor-model-parallel-size 1 --context-parallel-size 16 --pipeline-model-parallel-size 8
   --pipeline-model-parallel-layout auto --expert-model-parallel-size 64
   --moe-token-dispatcher-type hybrid --expert-node-size "$GPUS_PER_NODE"
-  --reshard-after-forward true --reshard-experts-after-forward true)
+  --reshard-after-forward false --reshard-experts-after-forward true)
 read -ra prefixes <<<"$DATA_PATH" # maybe with weights: 0.7 data/a 0.3 data/b
 DATA_ARGS=(--data-path "${prefixes[@]}" --split 989,10,1 --seq-length 131072)
 # The tokens and the learning rate of GLM-5's sparse stage; the 480 samples of a step are those of DeepSeek-V3.2's

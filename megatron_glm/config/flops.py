@@ -87,16 +87,20 @@ def mtp_flops(config: ModelConfig, doc_lengths: Iterable[int], steps: int) -> tu
 
     A document has a row less at each step. Steps that share the first one's keys make none and choose none.
     """
-    trained = scores = 0
     lengths = list(doc_lengths)
-    latents = 2 * config.hidden_size * (config.kv_lora_rank + config.qk_rope_head_dim)
-    for step in range(1, steps + 1):
-        here = [length - step for length in lengths if length > step]
-        flops = layer_flops(config, config.num_hidden_layers, here)
-        shares = step > 1 and config.index_share_for_mtp_iteration
-        trained += flops.trained + head_flops(config, sum(here)) - shares * latents * sum(here)
-        scores += 0 if shares else flops.index_scores
-    return trained, scores
+    by_step = [mtp_step_flops(config, lengths, step) for step in range(1, steps + 1)]
+    rows = sum(max(0, length - step) for length in lengths for step in range(1, steps + 1))
+    return sum(flops.trained for flops in by_step) + head_flops(config, rows), sum(f.index_scores for f in by_step)
+
+
+def mtp_step_flops(config: ModelConfig, doc_lengths: Iterable[int], step: int) -> LayerFlops:
+    """The forward of the MTP layer in step `step` (from 1), without its head."""
+    here = [length - step for length in doc_lengths if length > step]
+    flops = layer_flops(config, config.num_hidden_layers, here)
+    if step == 1 or not config.index_share_for_mtp_iteration:
+        return flops
+    latents = 2 * config.hidden_size * (config.kv_lora_rank + config.qk_rope_head_dim) * sum(here)
+    return flops._replace(products=flops.products - latents, index_scores=0, index_projections=0)
 
 
 def training_flops(

@@ -168,16 +168,17 @@ def vocabulary_elements(model: ModelConfig, s: Shapes) -> int:
     return -(-model.vocab_size // s.tp) * model.hidden_size
 
 
-def head_kept(model: ModelConfig, s: Shapes) -> int:
-    """Bytes that last norm and head keep: the norm's input, and the gradients of the hidden states and, in fp32, of
-    the vocabulary matrix, which the forward has computed."""
-    rows = (s.tokens + s.shard) * model.hidden_size * s.b + 4 * s.shard
+def head_kept(config: RunConfig, s: Shapes) -> int:
+    """Bytes that last norm and head keep: the norm's input, and the gradients of the hidden states, MTP's included,
+    and, in fp32, of the vocabulary matrix, which the forward has computed."""
+    model, predictions = config.model, 1 + config.losses.mtp_steps
+    rows = (predictions * s.tokens + s.shard) * model.hidden_size * s.b + 4 * s.shard
     return 4 * vocabulary_elements(model, s) + rows
 
 
 def head_bytes(config: RunConfig, s: Shapes) -> int:
-    """Most bytes at the head: what it keeps, the normalised hidden states, and the logits of one chunk, whose gradient
-    takes their place."""
+    """Most bytes at the head: what it keeps, the normalised hidden states, MTP's included, and the logits of one chunk,
+    whose gradient takes their place."""
     model, rows = config.model, min(config.kernels.loss_chunk_size, s.tokens)
     logits = rows * -(-model.vocab_size // s.tp) * s.b
-    return head_kept(model, s) + logits + s.tokens * model.hidden_size * s.b
+    return head_kept(config, s) + logits + (1 + config.losses.mtp_steps) * s.tokens * model.hidden_size * s.b

@@ -88,8 +88,8 @@ class Plan:
         for what, number in (sizes | {"rows of a micro-batch": config.train.micro_batch_size * length}).items():
             if number > (most := MOST[what]):
                 raise ValueError(f"too large to plan: {number:,} {what}, at most {most:,}")
-        grid = check_layout(parallel, model, world_size, length, count)
-        layout = build_layout(parallel, model, length, count)
+        grid = check_layout(parallel, model, world_size, length, count, config.losses)
+        layout = build_layout(parallel, model, length, count, config.losses)
         return cls(config, world_size, gpus_per_node, grid, layout, schedule_of(parallel, layout, count))
 
     def with_settings(self, config: RunConfig) -> Plan:
@@ -112,7 +112,8 @@ class Plan:
     @cached_property
     def costs(self) -> list[Cost]:
         """Times of the stages, see `stage_costs`."""
-        return stage_costs(self.layout, self.config.model, self.config.data.seq_length, self.config.parallel)
+        config = self.config
+        return stage_costs(self.layout, config.model, config.data.seq_length, config.parallel, losses=config.losses)
 
     @cached_property
     def simulation(self) -> Simulation:
@@ -193,10 +194,12 @@ class Plan:
         accumulated = 0
         if self._accumulates:
             accumulated = FP32 * sum(unit.trained_elements for unit in running)
-        head = any(stage.head for stage in self.layout.of_rank(pp_rank))
+        stages = self.layout.of_rank(pp_rank)
+        head = any(stage.head for stage in stages)
         reduced = max((unit.trained_elements for unit in running if not self._whole(unit.expert)), default=0)
         sent = self.dispatcher.buffer_bytes() if any(unit.expert for unit in running) else 0
-        crossing = 4 * s.shard * model.hidden_size * s.b if self.grid.pp > 1 else 0
+        drafts = self.config.losses.mtp_steps if any(stage.mtp != stage.head for stage in stages) else 0
+        crossing = 4 * (1 + drafts) * s.shard * model.hidden_size * s.b if self.grid.pp > 1 else 0
         return {
             "fp32 master weights": held.masters,
             "frozen weights": held.frozen,
@@ -290,6 +293,8 @@ class Plan:
         if stage.mtp and self.config.losses.mtp_steps:  # and of each step the hidden states, embeddings and their pair
             step = layer_kept(model, model.num_hidden_layers, s, granularity) + 4 * s.shard * model.hidden_size * s.b
             kept += self.config.losses.mtp_steps * step
+        if stage.head and not stage.mtp:  # the hidden states of the steps, with the trunk's
+            kept += self.config.losses.mtp_steps * s.shard * model.hidden_size * s.b
         return arrived + kept
 
     def kept_by_a_forward(self, pp_rank: int) -> int:
@@ -300,7 +305,7 @@ class Plan:
         parallel, s, total = self.config.parallel, self.shapes, 0
         keep = {True: not parallel.reshard_experts_after_forward, False: not parallel.reshard_after_forward}
         for stage in self.layout.of_rank(pp_rank):
-            total += self._kept_of_layers(stage) + (head_kept(self.config.model, s) if stage.head else 0)
+            total += self._kept_of_layers(stage) + (head_kept(self.config, s) if stage.head else 0)
             if parallel.recompute_granularity == "none" and s.b < FP32:
                 copied = (u for u in self.units(stage) if u.runs and not u.vocabulary and not keep[u.expert])
                 total += s.b * sum(unit.trained_elements for unit in copied if self._whole(unit.expert))

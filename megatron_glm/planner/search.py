@@ -204,9 +204,10 @@ class Search:
         length, count = self.config.data.seq_length, self._micro_batches(base)
         cuts: list[str | None] = []
         fewest = math.inf
-        for _, sizes in auto_sizes(parallel, self.config.model, length, count, AUTO_BUDGET // 16):
+        model, losses = self.config.model, self.config.losses
+        for _, ends, sizes in auto_sizes(parallel, model, length, count, losses, AUTO_BUDGET // 16):
             if len(sizes) < fewest and (len(sizes) == base.pp or len(sizes) <= 0.7 * fewest):
-                cuts, fewest = [*cuts, layout_string(sizes)], len(sizes)
+                cuts, fewest = [*cuts, layout_string(sizes, ends)], len(sizes)
         return cuts
 
     def _with_auto(self, result: Result) -> Result:

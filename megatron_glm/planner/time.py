@@ -18,9 +18,8 @@ from typing import NamedTuple
 import torch
 
 from megatron_glm.config import RunConfig
-from megatron_glm.config.flops import head_flops
 from megatron_glm.model.glm import carry_fields
-from megatron_glm.parallel.pipeline.layout import MEASURED, REPEATED, Cost, Rates, layer_cost, stage_costs
+from megatron_glm.parallel.pipeline.layout import MEASURED, REPEATED, Cost, Rates, stage_costs
 from megatron_glm.parallel.pipeline.simulate import Simulation, simulate
 from megatron_glm.planner.machine import EXPERTS_WAIT, FP8_TIME, FSDP_HIDDEN, OPTIMIZER_BYTES, Machine, rows_factor
 from megatron_glm.planner.plan import FP32, Plan
@@ -186,20 +185,14 @@ class _Clock:
     def _costs(self) -> tuple[list[Cost], list[Cost]]:
         """Costs of all stages as they are, and without recomputation."""
         plain = replace(self.parallel, recompute_granularity="none")
-        model, length, layout = self.config.model, self.config.data.seq_length, self.plan.layout
-        costs, without = (stage_costs(layout, model, length, each, self.rates) for each in (self.parallel, plain))
+        config, layout = self.config, self.plan.layout
+        model, length, losses = config.model, config.data.seq_length, config.losses
+        costs, without = (stage_costs(layout, model, length, p, self.rates, losses) for p in (self.parallel, plain))
         return costs, without
 
     def _computing(self, number: int) -> tuple[Ledger, Ledger]:
-        model, losses = self.config.model, self.config.losses
         (forward, *backward), (_, *plain) = self._costs[0][number], self._costs[1][number]
         again, plain_backward = sum(backward) - sum(plain), sum(plain)
-        if self.plan.layout.stages[number].mtp and losses.mtp_steps:
-            length = self.config.data.seq_length
-            first, *rest = layer_cost(model, model.num_hidden_layers, length, self.parallel, self.rates)
-            head = head_flops(model, 1) * self.rates.head[0]
-            forward += losses.mtp_steps * (first + head)
-            plain_backward += losses.mtp_steps * sum(rest)
         ledgers = Ledger(), Ledger()
         for ledger, kind, operations, factor in (
             (ledgers[0], COMPUTING, forward, self.machine.forward),
@@ -313,7 +306,7 @@ class _Clock:
         plan, model = self.plan, self.config.model
         stages, place = plan.layout.stages, plan.layout.placement.of_stage
         dtype = torch.bfloat16 if self.s.b == 2 else torch.float32
-        fields = carry_fields(model, stages, self.s.shard, self.s.pack, dtype, self.config.indexer)
+        fields = carry_fields(model, stages, self.s.shard, self.s.pack, dtype, self.config.indexer, self.config.losses)
         found = [(0.0, 0.0)]
         block = plan.world_size // self.grid.pp
         for number in range(1, len(stages)):

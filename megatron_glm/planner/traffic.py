@@ -66,7 +66,9 @@ def rank_traffic(plan: Plan, pp_rank: int) -> Counter:
             found.update({key: passes * value for key, value in layer_traffic(plan, layer).items()})
     if grid.pp > 1:
         dtype = torch.bfloat16 if s.b == 2 else torch.float32
-        fields = carry_fields(model, plan.layout.stages, s.shard, s.pack, dtype, plan.config.indexer)
+        fields = carry_fields(
+            model, plan.layout.stages, s.shard, s.pack, dtype, plan.config.indexer, plan.config.losses
+        )
         for stage, field in itertools.product(plan.layout.placement.stages[pp_rank], fields):
             outputs = field.stages[stage + 1 : stage + 2]  # () after the last stage
             times = sum(outputs) + (field.differentiable and field.stages[stage])  # and the input's gradient back

@@ -64,9 +64,11 @@ def stage_units(model: ModelConfig, grid: Grid, stage: Stage, parts: frozenset[s
     """The FSDP units of one virtual stage where these parts are trained; see `fsdp.shard_chunk`."""
     layers = (*stage.layers, *(model.mtp_layer_ids if stage.mtp else ()))
     units = [unit for layer in layers for unit in _units(model, grid.tp, grid.ep, layer, parts)]
-    embedding = stage.embedding or (stage.mtp and "mtp" in parts)  # which the MTP layer needs where it is trained
+    predicts = "mtp" in parts  # then the MTP layer's stage has the embedding, too, and the last norm
+    held = {"embedding": stage.embedding or (stage.mtp and predicts), "head": stage.head}
+    held["root"] = stage.mtp if predicts else stage.head
     ends = _units(model, grid.tp, grid.ep, None, parts)
-    return (*units, *(unit for unit in ends if (embedding if unit.kind == "embedding" else stage.head)))
+    return (*units, *(unit for unit in ends if held[unit.kind]))
 
 
 @lru_cache(maxsize=8192)

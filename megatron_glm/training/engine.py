@@ -9,6 +9,7 @@ import torch
 
 from megatron_glm.config import RunConfig
 from megatron_glm.config.indexer import FROZEN
+from megatron_glm.config.training import NEXT_TOKEN
 from megatron_glm.data.packing import IGNORE, PackedBatch, ahead
 from megatron_glm.model.glm import GLMChunk, carry_fields
 from megatron_glm.model.micro_batch import Asks, MicroBatch, MtpInput
@@ -115,7 +116,7 @@ class Engine:
             schedule,
             self.groups.pp.rank(),
             self._transport,
-            self._fields(len(batches[0].tokens), training),
+            self._fields(len(batches[0].tokens), training, asks),
             self.device,
         )
         sparse = [has_sparse_rows(config.model, batch.doc_lengths, config.dense_rows) for batch in batches]
@@ -130,9 +131,10 @@ class Engine:
         if last or self.config.parallel.grad_sync == "every":
             reduce_gradients(self.chunks[chunk], last)
 
-    def _fields(self, total: int, training: bool) -> tuple[CarryField, ...]:
+    def _fields(self, total: int, training: bool, asks: Asks) -> tuple[CarryField, ...]:
         """What crosses between stages, for packs of `total` tokens."""
-        indexer, losses = self.config.indexer if training else FROZEN, self.config.losses
+        indexer = self.config.indexer if training else FROZEN
+        losses = self.config.losses if asks == "losses" else NEXT_TOKEN
         rows = total // (self.groups.cp.size() * self.groups.tp.size())
         dtype = torch.bfloat16 if self.config.train.bf16 else torch.float32
         return carry_fields(self.config.model, self._layout.stages, rows, total, dtype, indexer, losses)
@@ -152,7 +154,7 @@ class Engine:
         )
         labels = batch.labels.masked_fill(~batch.loss_mask, IGNORE)
         wanted = any(chunk.predicts or chunk.lm_head is not None for chunk in self.chunks)
-        count = self.config.losses.mtp_steps if wanted else 0
+        count = self.config.losses.mtp_steps if wanted and asks == "losses" else 0
         steps = tuple(self._mtp_input(batch, pack, step) for step in range(1, 1 + count))
         return MicroBatch(upload(batch.tokens, self.device), upload(labels, self.device), pack, scales, steps, asks)
 

@@ -102,7 +102,8 @@ def machine(ranks: int) -> str:
 @functools.cache
 def pipeline_layout(config: RunConfig, dp_size: int) -> PipelineLayout:
     """The stages of all pipeline ranks."""
-    return build_layout(config.parallel, config.model, config.data.seq_length, config.micro_batches(dp_size))
+    micro_batches = config.micro_batches(dp_size)
+    return build_layout(config.parallel, config.model, config.data.seq_length, micro_batches, config.losses)
 
 
 def build_chunks(

@@ -49,7 +49,7 @@ def test_the_head_equals_the_one_on_a_cpu():
     for device in ("cpu", "cuda"):
         head = DraftHead(1000, 64, groups.tp, groups.cp).to(device)
         head.weight.data = weight.to(device)
-        leaves = hidden.to(device).requires_grad_()
+        leaves = hidden.clone().to(device).requires_grad_()
         given = [Prediction(each, labels.to(device).roll(-i), 0.1, 0.3, i == 0) for i, each in enumerate(leaves)]
         losses, best = head(given, 50, best=True)
         torch.autograd.backward(losses)

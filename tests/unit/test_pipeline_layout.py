@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_glm.config import ModelConfig, ParallelConfig
-from megatron_glm.config.flops import layer_flops
+from megatron_glm.config import LossConfig, ModelConfig, ParallelConfig
+from megatron_glm.config.flops import head_flops, layer_flops
 from megatron_glm.parallel.pipeline.layout import MEASURED, Rates, build_layout, check_layout, stage_costs
 from megatron_glm.parallel.pipeline.schedule import build_schedule
 from megatron_glm.parallel.pipeline.simulate import simulate
@@ -30,7 +30,8 @@ def check_whole(layout, model) -> None:
     assert [layer for stage in layout.stages for layer in stage.layers] == list(range(model.num_hidden_layers))
     assert [stage.embedding for stage in layout.stages].index(True) == 0
     assert [stage.head for stage in layout.stages].index(True) == len(layout.stages) - 1
-    assert sum(stage.mtp for stage in layout.stages) == model.num_nextn_predict_layers
+    [mtp] = [i for i, stage in enumerate(layout.stages) if stage.mtp]
+    assert model.num_nextn_predict_layers == 1 and not any(stage.layers for stage in layout.stages[mtp + 1 :])
     assert len(layout.stages) == layout.pp * layout.chunks
 
 
@@ -152,6 +153,38 @@ def test_costs_are_times():
     assert again == pytest.approx(forward - spared / 4096) and 0.8 < again / forward < 0.95
     _, without, weights = costs_of(layout, schedule="zero-bubble")[40]  # as products of weights are most of a layer
     assert without + weights == pytest.approx(backward) and 0.3 < weights / backward < 0.5
+
+
+def test_mtp_steps_cost_their_layer_and_their_heads():
+    apart, together = (layout_of(2, layout=f"Et*39|t*38|{end}") for end in ("tm|L", "t|mL"))
+
+    def ends(layout, losses, **changes):
+        return stage_costs(layout, GLM52, 4096, ParallelConfig(**changes), OPERATIONS, losses)[2:]
+
+    three, head = LossConfig(3), head_flops(GLM52, 1)
+    layer, one = ends(apart, LossConfig())
+    last, heads = ends(apart, three)
+    assert one == pytest.approx((head, 2 * head)) and heads == pytest.approx((4 * head, 8 * head))
+    assert ends(together, three)[0] == pytest.approx(layer)
+    assert sum(map(sum, ends(together, three))) == pytest.approx(sum(map(sum, (last, heads))))
+    # each a layer and eh_proj, 0.14 of one; the later steps have no latents
+    assert 3.3 < (last[0] - layer[0]) / layer[0] < 3.5
+    for losses, products in ((LossConfig(3, mtp_detach=True), 9), (LossConfig(3, mtp_loss="tv"), 10)):
+        assert ends(apart, losses)[1][0] == pytest.approx(products / 3 * head)
+    trunk, mtp = ends(together, LossConfig(3, train_only="mtp"))
+    assert trunk[1] == 0 and mtp[1] > 0 and len(ends(apart, three, pipeline_schedule="zero-bubble")[1]) == 3
+
+
+@pytest.mark.parametrize("steps", [1, 3, 7])
+def test_automatic_layout_makes_room_for_mtp_steps(steps):
+    losses = LossConfig(steps)
+    parallel = ParallelConfig(pipeline_model_parallel_size=4, pipeline_model_parallel_layout="auto")
+    automatic, without = (build_layout(parallel, GLM52, 4096, 8, each) for each in (losses, LossConfig()))
+    check_whole(automatic, GLM52)
+    schedules = [build_schedule(4, layout.chunks, 8) for layout in (automatic, without)]
+    costs = [stage_costs(layout, GLM52, 4096, parallel, losses=losses) for layout in (automatic, without)]
+    assert simulate(schedules[0], costs[0]).idle < simulate(schedules[1], costs[1]).idle - 0.005
+    assert without.stages[-1].mtp and automatic.stages[-2].mtp  # as GLM-5 was trained
 
 
 def test_automatic_layout_balances_and_repeats():

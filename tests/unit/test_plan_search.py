@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_glm.config import LossConfig
 from megatron_glm.config.flags import build_parser
 from megatron_glm.parallel.pipeline.layout import auto_sizes, build_layout, layout_string
 from megatron_glm.planner import found, search
@@ -182,12 +183,12 @@ def test_the_nearest_layout_is_the_plan_of_its_flags(capsys):
 
 def test_a_layout_string_is_its_sizes():
     config = full_size().config
-    for pp in (2, 6, 13):
+    for pp, losses in itertools.product((2, 6, 13), (LossConfig(), LossConfig(3))):
         parallel = replace(config.parallel, pipeline_model_parallel_size=pp, num_layers_per_virtual_pipeline_stage=None)
-        for _, sizes in auto_sizes(parallel, config.model, 4096, 8, budget=20_000):
-            cut = replace(parallel, pipeline_model_parallel_layout=layout_string(sizes))
+        for _, ends, sizes in auto_sizes(parallel, config.model, 4096, 8, losses, budget=20_000):
+            cut = replace(parallel, pipeline_model_parallel_layout=layout_string(sizes, ends))
             stages = build_layout(cut, config.model, 4096, 8).stages
-            assert tuple(len(stage.layers) for stage in stages) == sizes
+            assert tuple(len(stage.layers) for stage in stages) == sizes and stages[-ends].mtp
 
 
 def test_bounds_are_below_the_times():

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from megatron_glm.config import ModelConfig, ParallelConfig, RunConfig
-from megatron_glm.config.flops import head_flops, layer_flops
+from megatron_glm.config import LossConfig, ModelConfig, ParallelConfig, RunConfig
+from megatron_glm.config.flops import LayerFlops, head_flops, layer_flops, mtp_step_flops
+from megatron_glm.config.training import NEXT_TOKEN
 from megatron_glm.parallel.grid import Grid
 from megatron_glm.parallel.pipeline.schedule import (
     Placement,
@@ -77,7 +78,7 @@ def check_run(config: RunConfig, world_size: int) -> None:
     """Refuse, by ValueError, a configuration that these ranks cannot run: all that is known without torch."""
     config.check(world_size)
     micro_batches = config.micro_batches(config.parallel.data_parallel_size(world_size))
-    check_layout(config.parallel, config.model, world_size, config.data.seq_length, micro_batches)
+    check_layout(config.parallel, config.model, world_size, config.data.seq_length, micro_batches, config.losses)
 
 
 def check_layout(
@@ -86,6 +87,7 @@ def check_layout(
     world_size: int,
     seq_length: int,
     micro_batches: int,
+    losses: LossConfig = NEXT_TOKEN,
 ) -> Grid:
     """Refuse, by ValueError, every layout that these ranks, this model and its pipeline stages cannot have."""
     parallel.check(model, world_size)
@@ -94,7 +96,7 @@ def check_layout(
         raise ValueError(
             f"--tensor-model-parallel-size {grid.tp} leaves its last rank no row of vocab_size {model.vocab_size}"
         )
-    layout = build_layout(parallel, model, seq_length, micro_batches)
+    layout = build_layout(parallel, model, seq_length, micro_batches, losses)
     schedule_of(parallel, layout, micro_batches)
     return grid
 
@@ -107,8 +109,14 @@ def schedule_of(
     return build_schedule(layout.pp, layout.chunks, micro_batches, group_size, forward_only, parallel.pipeline_schedule)
 
 
-def build_layout(parallel: ParallelConfig, model: ModelConfig, seq_length: int, micro_batches: int) -> PipelineLayout:
-    """The stages that the flags ask for. The last two arguments matter to `auto` only, which optimises for them.
+def build_layout(
+    parallel: ParallelConfig,
+    model: ModelConfig,
+    seq_length: int,
+    micro_batches: int,
+    losses: LossConfig = NEXT_TOKEN,
+) -> PipelineLayout:
+    """The stages that the flags ask for. The last three arguments matter to `auto` only, which optimises for them.
 
     Raises:
         ValueError: the flags, the layers of the model and the pipeline size do not fit each other.
@@ -121,12 +129,13 @@ def build_layout(parallel: ParallelConfig, model: ModelConfig, seq_length: int, 
         raise ValueError(f"{PP_FLAG} {pp} exceeds the {layers} layers of the model")
     chunks = 1
     if text == "auto":
-        return _from_sizes(auto_sizes(parallel, model, seq_length, micro_batches)[0][1], pp, model)
+        _, ends, sizes = auto_sizes(parallel, model, seq_length, micro_batches, losses)[0]
+        return _from_sizes(sizes, ends, pp, model)
     if per_stage is not None:
         chunks = layers // (pp * per_stage)
         if chunks == 0:
             raise ValueError(f"{N_FLAG} {per_stage} x {PP_FLAG} {pp} exceeds the {layers} layers of the model")
-    return _from_sizes(even_sizes(layers, pp * chunks), pp, model)
+    return _from_sizes(even_sizes(layers, pp * chunks), 1, pp, model)
 
 
 def even_sizes(layers: int, stages: int) -> tuple[int, ...]:
@@ -134,10 +143,11 @@ def even_sizes(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
 
 
-def _from_sizes(sizes: tuple[int, ...], pp: int, model: ModelConfig) -> PipelineLayout:
+def _from_sizes(sizes: tuple[int, ...], ends: int, pp: int, model: ModelConfig) -> PipelineLayout:
+    """ends: the stages that MTP layer and head have: 1 where they are together, 2 where each has its own."""
     stages, first, last = [], 0, len(sizes) - 1
     for i, size in enumerate(sizes):
-        mtp = i == last and model.num_nextn_predict_layers > 0
+        mtp = i == len(sizes) - ends and model.num_nextn_predict_layers > 0
         stages.append(Stage(tuple(range(first, first + size)), i == 0, i == last, mtp))
         first += size
     return PipelineLayout(Placement.interleaved(pp, len(stages) // pp), tuple(stages))
@@ -223,31 +233,51 @@ REPEATED = {"none": 0.0, "selective": 0.12, "full": 1.0}
 
 
 def stage_costs(
-    layout: PipelineLayout, model: ModelConfig, seq_length: int, parallel: ParallelConfig, rates: Rates = MEASURED
+    layout: PipelineLayout,
+    model: ModelConfig,
+    seq_length: int,
+    parallel: ParallelConfig,
+    rates: Rates = MEASURED,
+    losses: LossConfig = NEXT_TOKEN,
 ) -> list[Cost]:
     """(forward, backward) times of each stage a token, in FLOPs of a large matrix product.
 
     For documents of `seq_length` tokens. With recomputation "full" a layer's backward has its forward, too; what
-    "selective" computes again is little. The embedding and the MTP layer, which is not trained, cost nothing.
+    "selective" computes again is little. The embedding and an MTP layer that is not trained cost nothing.
     A schedule that defers the gradients of weights has their time, half of the products' backward, as a third one.
     """
     sizes = tuple(len(stage.layers) for stage in layout.stages)
-    return _costs(sizes, *_layer_costs(model, seq_length, parallel, rates))
+    layers, mtp, head = _part_costs(model, seq_length, parallel, rates, losses)
+    apart = any(stage.mtp for stage in layout.stages[:-1])
+    return _costs(sizes, layers, (mtp, head) if apart else (_sum(mtp, head),))
 
 
 @lru_cache
-def _layer_costs(
-    model: ModelConfig, seq_length: int, parallel: ParallelConfig, rates: Rates
-) -> tuple[list[Cost], Cost]:
-    """Costs of each layer and of the head."""
-    layers = [layer_cost(model, layer, seq_length, parallel, rates) for layer in range(model.num_hidden_layers)]
-    head = head_flops(model, 1)
-    return layers, (head * rates.head[0], head * rates.head[1], 0.0)[: len(layers[0])]
+def _part_costs(
+    model: ModelConfig, seq_length: int, parallel: ParallelConfig, rates: Rates, losses: LossConfig
+) -> tuple[list[Cost], Cost, Cost]:
+    """Costs of each layer, of all MTP steps without their heads, and of the head in all its predictions."""
+    kinds = 3 if parallel.defers_weights else 2
+    layers = [layer_flops(model, layer, [seq_length]) for layer in range(model.num_hidden_layers)]
+    steps = [mtp_step_flops(model, [seq_length], step) for step in range(1, 1 + losses.mtp_steps)]
+    costs = [_cost(flops, seq_length, parallel, rates) for flops in layers]
+    if losses.train_only is not None:
+        costs = [(forward, *(0.0,) * len(rest)) for forward, *rest in costs]
+    mtp = _sum((0.0,) * kinds, *(_cost(flops, seq_length, parallel, rates) for flops in steps))
+    head, products = head_flops(model, 1), _head_products(losses) / 3
+    return costs, mtp, (products * head * rates.head[0], products * head * rates.head[1], 0.0)[:kinds]
 
 
-def layer_cost(model: ModelConfig, layer: int, seq_length: int, parallel: ParallelConfig, rates: Rates) -> Cost:
-    """Of one layer, MTP layers included."""
-    flops = layer_flops(model, layer, [seq_length])
+def _head_products(losses: LossConfig) -> int:
+    """Products of the head with all rows: logits, and the gradients of hidden states and weight that are wanted."""
+    main = 1 if losses.train_only is not None else 3
+    detached = losses.mtp_detaches or losses.train_only is not None
+    again = losses.mtp_loss == "tv"  # the main logits, beside those of the steps
+    return main + again + losses.mtp_steps * (2 if detached else 3)
+
+
+def _cost(flops: LayerFlops, seq_length: int, parallel: ParallelConfig, rates: Rates) -> Cost:
+    """A token of a layer."""
     forward, backward = (
         sum(count * getattr(rates, kind)[way] for kind, count in flops._asdict().items()) / seq_length for way in (0, 1)
     )
@@ -261,23 +291,43 @@ def layer_cost(model: ModelConfig, layer: int, seq_length: int, parallel: Parall
     return forward, backward - weights + again, weights
 
 
-def _costs(sizes: Sequence[int], layers: list[Cost], head: Cost) -> list[Cost]:
+def _sum(*costs: Cost) -> Cost:
+    return tuple(map(sum, zip(*costs, strict=True)))
+
+
+def _costs(sizes: Sequence[int], layers: list[Cost], ends: tuple[Cost, ...]) -> list[Cost]:
+    """Costs of stages of these numbers of layers. ends: what the last stages have beside layers."""
     costs, first = [], 0
-    for stage, size in enumerate(sizes):
-        parts = layers[first : first + size] + [head] * (stage == len(sizes) - 1)
-        costs.append(tuple(map(sum, zip(*parts, strict=True))) or (0.0,) * len(head))
+    others = ((0.0,) * len(ends[0]),) * (len(sizes) - len(ends)) + ends
+    for size, other in zip(sizes, others, strict=True):
+        costs.append(_sum(*layers[first : first + size], other))
         first += size
     return costs
 
 
+class Split(NamedTuple):
+    """A split of the layers: its simulated time; the stages that MTP layer and head have, 1, or 2 of which the last has
+    no layers; and the layers by stage."""
+
+    time: float
+    ends: int
+    sizes: tuple[int, ...]
+
+
 def auto_sizes(
-    parallel: ParallelConfig, model: ModelConfig, seq_length: int, micro_batches: int, budget: int = AUTO_BUDGET
-) -> list[tuple[float, tuple[int, ...]]]:
-    """(simulated time, stage sizes) for 1 to AUTO_MAX_CHUNKS chunks a rank, by local search, the fastest first.
+    parallel: ParallelConfig,
+    model: ModelConfig,
+    seq_length: int,
+    micro_batches: int,
+    losses: LossConfig = NEXT_TOKEN,
+    budget: int = AUTO_BUDGET,
+) -> list[Split]:
+    """The best split into 1 to AUTO_MAX_CHUNKS chunks a rank each, by local search, the fastest first.
 
     Each search starts twice: from the even split, and with the head alone on the last stage; a move takes one layer
-    from a stage and gives it to another. More micro-batches than two rounds are not simulated: the idle time at both
-    ends does not depend on them. `budget`: simulated actions in all.
+    from a stage and gives it to another. An MTP layer that runs is tried with the head, and on the stage before it.
+    More micro-batches than two rounds are not simulated: the idle time at both ends does not depend on them.
+    `budget`: simulated actions in all.
     """
     pp = parallel.pipeline_model_parallel_size
     pipeline = ParallelConfig(
@@ -286,50 +336,57 @@ def auto_sizes(
         pipeline_schedule=parallel.pipeline_schedule,
         recompute_granularity=parallel.recompute_granularity,
     )  # all that matters here: runs that differ elsewhere share the search
-    return _auto_sizes(pipeline, model, seq_length, min(micro_batches, 2 * pp), budget)
+    return _auto_sizes(pipeline, model, seq_length, min(micro_batches, 2 * pp), losses, budget)
 
 
 @lru_cache(maxsize=256)
 def _auto_sizes(
-    parallel: ParallelConfig, model: ModelConfig, seq_length: int, micro_batches: int, budget: int
-) -> list[tuple[float, tuple[int, ...]]]:
-    layers, head = _layer_costs(model, seq_length, parallel, MEASURED)
+    parallel: ParallelConfig, model: ModelConfig, seq_length: int, micro_batches: int, losses: LossConfig, budget: int
+) -> list[Split]:
+    layers, mtp, head = _part_costs(model, seq_length, parallel, MEASURED, losses)
     pp, group_size = parallel.pipeline_model_parallel_size, parallel.microbatch_group_size_per_vp_stage
     options = range(1, 1 + (min(AUTO_MAX_CHUNKS, len(layers) // pp) if pp > 1 else 1))
-    found = []
+    places = [(_sum(mtp, head),), (mtp, head)][: 2 if losses.mtp_steps and pp > 1 else 1]
+    found, each = [], budget // (2 * len(options) * len(places))
     for chunks in options:
         stages = pp * chunks
         schedule = build_schedule(pp, chunks, micro_batches, group_size, name=parallel.pipeline_schedule)
         steps = check_schedule(schedule)
         starts = {even_sizes(len(layers), stages), even_sizes(len(layers), max(1, stages - 1)) + (0,) * (stages > 1)}
-        found.append(min(_descend(start, steps, layers, head, budget // (2 * len(options))) for start in starts))
+        tries = [(start, ends) for start in starts for ends in places if len(ends) == 1 or start[-1] == 0]
+        found.append(min(_descend(start, steps, layers, ends, each) for start, ends in tries))
     return sorted(found)
 
 
-def layout_string(sizes: Sequence[int]) -> str:
-    """The layout string of two or more stages of these sizes, the embedding in the first and the head in the last."""
-    first, *inner, last = [f"t*{size}" if size > 1 else "t" * size for size in sizes]
+def layout_string(sizes: Sequence[int], ends: int = 1) -> str:
+    """The layout string of two or more stages of these sizes; ends: see `Split`."""
+    texts = [f"t*{size}" if size > 1 else "t" * size for size in sizes]
+    if ends == 2:
+        texts[-2] += "m"
+    first, *inner, last = texts
     runs = [(text, len(list(group))) for text, group in itertools.groupby(inner)]
     middle = "".join(f"({text}|)*{count}" if count > 1 else f"{text}|" for text, count in runs)
     return f"E{first}|{middle}{last}L"
 
 
 def _descend(
-    sizes: tuple[int, ...], steps: tuple[Step, ...], layers: list[Cost], head: Cost, budget: int
-) -> tuple[float, tuple[int, ...]]:
+    sizes: tuple[int, ...], steps: tuple[Step, ...], layers: list[Cost], ends: tuple[Cost, ...], budget: int
+) -> Split:
     """First-improvement descent from `sizes` until no move helps or `budget` actions are simulated."""
 
     def makespan(candidate: Sequence[int]) -> float:
-        return max(end_times(steps, flat_costs(_costs(candidate, layers, head))))
+        return max(end_times(steps, flat_costs(_costs(candidate, layers, ends))))
 
     time = makespan(sizes)
-    moves = [(i, j) for i in range(len(sizes)) for j in range(len(sizes)) if i != j]
+    # Behind an MTP layer comes no other layer, so that the head is then alone.
+    taking = len(sizes) + 1 - len(ends)
+    moves = [(i, j) for i in range(taking) for j in range(taking) if i != j]
     position = since = 0
     while since < len(moves) and budget > 0:
         source, target = moves[position]
         position, since = (position + 1) % len(moves), since + 1
-        # Only the last stage, which has the head, may be left without layers.
-        if sizes[source] > (source < len(sizes) - 1):
+        # Only the stage of the MTP layer or the head may be left without layers.
+        if sizes[source] > (source < taking - 1):
             candidate = list(sizes)
             candidate[source] -= 1
             candidate[target] += 1
@@ -337,4 +394,4 @@ def _descend(
             budget -= len(steps)
             if new < time:
                 sizes, time, since = tuple(candidate), new, 0
-    return time, sizes
+    return Split(time, len(ends), sizes)
