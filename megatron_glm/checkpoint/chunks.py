@@ -75,14 +75,17 @@ def span(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
 
 
-def require(stored: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]], source: Path) -> None:
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]  # of tensors by name, with their dtypes
+
+
+def require(stored: Shapes, wanted: dict[str, tuple[int, ...]], source: Path) -> None:
     """Raises one ValueError that lists the first tensors which `source` lacks or has in another global shape."""
     faults = []
     for name, shape in wanted.items():
         if name not in stored:
             faults.append(f"{name} {list(shape)} is not in the checkpoint")
-        elif tuple(stored[name]) != tuple(shape):
-            faults.append(f"{name} is {list(stored[name])} in the checkpoint, {list(shape)} in the model")
+        elif stored[name][0] != tuple(shape):
+            faults.append(f"{name} is {list(stored[name][0])} in the checkpoint, {list(shape)} in the model")
     if faults:
         more = f"; and {len(faults) - 5} more" if len(faults) > 5 else ""
         raise ValueError(f"{source} is of another model: {'; '.join(faults[:5])}{more}")

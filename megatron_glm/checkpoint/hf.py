@@ -24,11 +24,10 @@ from ..config.quantization import EXPORT_BLOCK, weight_block
 from ..config.source import read_json, without_null
 from ..ops.fp8 import dequantize, scale_shape
 from ..parallel.shard import Rectangle
-from .chunks import pieces_of, require
+from .chunks import Shapes, pieces_of, require
 from .hf_folder import SafetensorsFolder, check_folder, format_of
 
 SCALE_SUFFIX = "_scale_inv"  # of the key that holds the scales of FP8 weights
-Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 @dataclass(frozen=True)
@@ -194,7 +193,7 @@ class HFCheckpoint:
         Raises: ValueError that lists the first tensors which the folder lacks or has in another shape.
         """
         wanted = {rectangle.name: rectangle.global_shape for rectangle in rectangles}
-        require({name: shape for name, (shape, _) in self.shapes.items()}, wanted, self.folder)
+        require(self.shapes, wanted, self.folder)
         for rectangle in rectangles:
             for offsets, data in pieces_of(rectangle):
                 data.copy_(self.read(rectangle.name, offsets, tuple(data.shape)))

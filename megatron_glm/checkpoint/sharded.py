@@ -256,7 +256,7 @@ class Reader:
 
     def require(self, wanted: dict[str, tuple[int, ...]]) -> None:
         """Raises one ValueError that lists the first tensors which are missing or have another global shape."""
-        require({name: shape for name, (shape, _) in self.shapes.items()}, wanted, self.folder)
+        require(self.shapes, wanted, self.folder)
 
     def read(self, rectangles: list[Rectangle]) -> None:
         """Fills the tensors of `rectangles` in place, converting dtypes; file by file, whatever their order.

@@ -113,7 +113,7 @@ class ModelConfig:
 
 
 def _parse(raw: dict[str, Any], path: Path) -> ModelConfig:
-    """The config of a JSON object without null members: they are as absent."""
+    """The config of a JSON object whose null members are taken out already."""
     for alias in EXPERT_ALIASES:
         raw = {"n_routed_experts": raw[alias]} | raw if alias in raw else raw
     _check_containers(raw, path)

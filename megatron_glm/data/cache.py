@@ -32,7 +32,11 @@ Once = Callable[[Callable[[], T]], T]
 
 
 def cache_folder(given: str | None, beside: Path) -> Path:
-    """--data-cache-path; without it `index_cache` beside the data, or in ~/.cache where that cannot be written."""
+    """The folder for what is made of the data once.
+
+    It is --data-cache-path (`given`); else `index_cache` in the folder of the data file `beside`, or a folder in
+    ~/.cache where that cannot be written.
+    """
     if given is not None:
         return Path(given)
     folder = beside.absolute().parent / CACHE_FOLDER

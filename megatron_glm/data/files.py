@@ -145,7 +145,7 @@ def _opened(path: Path) -> Iterator[io.BufferedReader[Any]]:
 
 
 def _json_rows(file: io.BufferedReader, path: Path) -> list[RawRow] | None:
-    """The rows of a .json file that is one array; None if it has a row a line. Reads nothing in that case."""
+    """The rows of a .json file that is one array; None if it is none: each line is a row then, and nothing was read."""
     start = file.peek(2**16).removeprefix(codecs.BOM_UTF8).lstrip()
     if not start.startswith(b"["):
         return None

@@ -40,8 +40,8 @@ CONVERSIONS = {
 def parse_row(raw: RawRow, ignored: Collection[str] = ()) -> tuple[dict, tuple[str, ...]]:
     """The row and its kind; raises ValueError if it is no JSON object or of no known kind.
 
-    A row of a prompt and its answer under other names, and of a text that may be both together, is refused: loss would
-    be on the prompt, too. `ignored`: keys that say nothing, and make no kind.
+    A row with a prompt and its answer under other names is refused with the line that converts it. So is one that has a
+    text, too: that may hold both, and loss would be on the prompt. `ignored`: keys that say nothing, and make no kind.
     """
     row = decode_row(raw)
     known = row.keys() - ignored

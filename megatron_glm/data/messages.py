@@ -47,7 +47,13 @@ class Conversation:
 def read_conversation(
     messages: Any, tools: Any, notes: Notes, template: ChatTemplate, what: str = "messages"
 ) -> Conversation:
-    """Raises ValueError, naming the message and the key, for what the template would drop or change."""
+    """The messages and tools of a row in the one form that templates render.
+
+    Args:
+        messages, tools: as the row has them; a system message may bring the tools instead.
+        what: the row's name for its messages, as errors say it.
+    Raises: ValueError, naming the message and the key, for what the template would drop or change.
+    """
     messages = parsed(messages, what)
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{what} must be a list that is not empty, got {messages!r:.80}")

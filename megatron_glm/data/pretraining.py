@@ -158,7 +158,10 @@ class PrefixSamples:
             )
 
     def _deal(self, lengths: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """(numbers of the documents in their order [n]; the samples in theirs, as in `_locate`, int64 [samples, 3])."""
+        """(the documents in the order of this epoch [n]; its samples in theirs, int64 [samples, 3], see `_locate`).
+
+        lengths: tokens of each document [n].
+        """
         random = np.random.Generator(np.random.PCG64([self.seed, epoch]))
         order = random.permutation(len(lengths))
         ends = np.cumsum(lengths[order])

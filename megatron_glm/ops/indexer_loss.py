@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from megatron_glm.ops.rows import add_rows
+
 CHUNK_BYTES = 1 << 30  # of all fp32 [rows, keys] arrays that exist at a time
 ARRAYS = 8  # so many of them: teacher, scores, log-probabilities, gradient, and a head's products
 CHUNK_ROWS = 1024  # at most, because their queries in the latent space, 72 KB a row of GLM-5.2, exist beside the arrays
@@ -121,10 +123,7 @@ def student_backward_torch(
         grad_products = grad_scores.unsqueeze(1) * w[rows].unsqueeze(-1) * (products > 0)
         grad_q[rows] = (grad_products @ keys).to(iq.dtype)
         grad_keys = (grad_products.transpose(1, 2) @ queries).flatten(0, 1)
-        if ik.is_cuda:  # sorts: the same bits in every run
-            grad_k.index_put_((index.flatten(),), grad_keys, accumulate=True)
-        else:
-            grad_k.index_add_(0, index.flatten(), grad_keys)
+        add_rows(grad_k, index.flatten(), grad_keys)
     return grad_q, grad_k.to(ik.dtype), grad_w
 
 

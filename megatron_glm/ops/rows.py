@@ -21,6 +21,14 @@ def part_of(rows: Rows, begin: int, end: int) -> Rows:
     return rows[begin:end]
 
 
+def add_rows(target: Tensor, rows: Tensor, values: Tensor) -> None:
+    """target[rows] += values, outside autograd: the same bits in every run. rows: int64 [n], which may repeat."""
+    if target.is_cuda:
+        target.index_put_((rows,), values, accumulate=True)  # sorts
+    else:
+        target.index_add_(0, rows, values)
+
+
 def put_rows(target: Tensor, rows: Rows, values: Tensor) -> None:
     """target[rows] = values, outside autograd."""
     if isinstance(rows, slice):

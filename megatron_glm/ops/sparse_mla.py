@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_glm.ops.recompute import keep_product
+from megatron_glm.ops.rows import add_rows
 
 GATHER_ELEMENTS = 1 << 24  # fp32 elements of the gathered keys of the torch reference: 64 MiB
 PART_BYTES = 9 << 28  # of the ordered backward's parts of dKV: 1024 queries of 2048 slots and 64 heads
@@ -94,10 +95,7 @@ def sparse_mla_backward_torch(
         grad_q[rows] = (grad_scores @ keys).to(q.dtype)
         grad_keys = grad_scores.transpose(1, 2) @ queries
         grad_keys[..., :v_dim] += probability.transpose(1, 2) @ grad_out
-        if kv.is_cuda:  # sorts: the same bits in every run
-            grad_kv.index_put_((index.flatten(),), grad_keys.flatten(0, 1), accumulate=True)
-        else:
-            grad_kv.index_add_(0, index.flatten(), grad_keys.flatten(0, 1))
+        add_rows(grad_kv, index.flatten(), grad_keys.flatten(0, 1))
     return grad_q, grad_kv.to(kv.dtype)
 
 

@@ -96,7 +96,7 @@ def facts_of_run(config: RunConfig) -> dict[str, str]:
 
 
 def code_digest() -> str:
-    """Of every source file of this package, and of the script that runs."""
+    """12 hex digits that change with any source file of this package and with the script that runs."""
     package, digest = Path(__file__).parents[1], hashlib.sha256()
     files = {path.relative_to(package).as_posix(): path for path in package.rglob("*.py")}
     if (script := Path(sys.argv[0])).suffix == ".py" and script.is_file():

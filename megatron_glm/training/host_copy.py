@@ -51,7 +51,7 @@ class HostCopy:
             raise OSError(f"--async-save cannot have {size} on {socket.gethostname()}: {error}") from error
 
     def take(self, rectangles: Sequence[Rectangle]) -> list[Rectangle]:
-        """The owned ones of `rectangles` with their data as it is now."""
+        """The rectangles that this rank owns, with a copy of their data as it is now; the next `take` overwrites it."""
         copies = []
         for r, start in zip((r for r in rectangles if r.owner), self.ends, strict=False):
             place = self.buffer[start : start + r.tensor.nbytes].view(r.tensor.dtype).view(r.tensor.shape)
