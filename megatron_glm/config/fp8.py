@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .model import ModelConfig
+from .parallel import ParallelConfig
 from .parameters import Parameter
 from .section import Section, flag_name, option
 
@@ -27,6 +28,9 @@ class Fp8Config(Section):
     fp8_backend: Literal["deepgemm", "te"] = option(
         "deepgemm",
         "kernels on a GPU; te: Transformer Engine, and DeepGEMM for routed experts; a CPU runs plain torch with either",
+    )
+    fp8_dispatch: bool = option(
+        False, "send tokens to their experts, and output gradients back to them, in FP8: about half the bytes there"
     )
     num_layers_at_start_in_bf16: int = option(0, "first layers of which no product is in FP8", minimum=0)
     num_layers_at_end_in_bf16: int = option(0, "last layers of which no product is in FP8, MTP not counted", minimum=0)
@@ -51,7 +55,7 @@ class Fp8Config(Section):
         """Whether the gradients of weights are products in FP8, too."""
         return self.fp8_wgrad == "fp8" or (self.fp8_wgrad == "auto" and not experts)
 
-    def check(self, model: ModelConfig) -> None:
+    def check(self, model: ModelConfig, parallel: ParallelConfig) -> None:
         """Refuses flags that contradict each other or would do nothing."""
         if (self.fp8_format is None) != (self.fp8_recipe is None):
             raise ValueError(
@@ -61,9 +65,22 @@ class Fp8Config(Section):
         if self.fp8 == "off" and self.fp8_format is not None:
             raise ValueError(f"--fp8 off and --fp8-format {self.fp8_format} contradict each other: give one")
         defaults = Fp8Config()
-        for name in ("fp8_wgrad", "fp8_backend", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+        for name in (
+            "fp8_wgrad",
+            "fp8_backend",
+            "fp8_dispatch",
+            "num_layers_at_start_in_bf16",
+            "num_layers_at_end_in_bf16",
+        ):
             if not self.blockwise and getattr(self, name) != getattr(defaults, name):
-                raise ValueError(f"{flag_name(name)} {getattr(self, name)} needs --fp8 blockwise")
+                value = "" if getattr(self, name) is True else f" {getattr(self, name)}"
+                raise ValueError(f"{flag_name(name)}{value} needs --fp8 blockwise")
+        kind, ranks = parallel.moe_token_dispatcher_type, parallel.expert_model_parallel_size
+        if self.fp8_dispatch and (ranks == 1 or kind == "allgather"):
+            raise ValueError(
+                f"--fp8-dispatch with --moe-token-dispatcher-type {kind} and --expert-model-parallel-size {ranks}: it "
+                "needs alltoall or hybrid, and more than one rank"
+            )
         start, end = self.num_layers_at_start_in_bf16, self.num_layers_at_end_in_bf16
         if start + end >= (layers := model.num_hidden_layers) and self.blockwise:
             raise ValueError(

@@ -109,7 +109,7 @@ class RunConfig:
                 f"{given} trains the routers, which this run holds: it trains {' and '.join(sorted(parts))}"
             )
         self.checkpoint.check()
-        self.fp8.check(self.model)
+        self.fp8.check(self.model, self.parallel)
         self._check_indexer()
         self._check_adapters()
         self.logging.check(world_size)

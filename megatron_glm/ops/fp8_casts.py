@@ -1,4 +1,4 @@
-"""Casts of tensors on a GPU that were made a moment ago, by the kernel that wrote the tensor or by its first product.
+"""Casts of rows to FP8; on a GPU those that were made a moment ago, by the kernel that wrote a tensor or a product.
 
 A tensor is cast once: the gate and the up projection take the same rows, a gradient is read once for both products.
 A cast is found again by its tensor, the same object unchanged; the last few are kept, as long as their tensor lives.
@@ -9,7 +9,10 @@ from __future__ import annotations
 import weakref
 from collections import deque
 
+import torch
 from torch import Tensor
+
+from megatron_glm.ops.fp8 import ROW, dequantize, quantize
 
 Cast = tuple[Tensor, Tensor]  # values and scales
 
@@ -35,6 +38,16 @@ def _known(x: Tensor) -> _Known:
             return known
     _recent.append(_Known(x))
     return _recent[-1]
+
+
+def cast_rows(x: Tensor) -> Cast:
+    """`quantize` of rows [n, k], by the kernel on a GPU, which takes multiples of 128 columns."""
+    return _kernels().cast_rows(x) if x.is_cuda else quantize(x, ROW)
+
+
+def uncast_rows(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """`dequantize` of rows, both contiguous, by the kernel on a GPU."""
+    return _kernels().uncast_rows(values, scales, dtype) if values.is_cuda else dequantize(values, scales, ROW, dtype)
 
 
 def room_for(x: Tensor, wanted: bool, rows: int | None = None) -> Cast | None:

@@ -24,8 +24,8 @@ class DeepGemmProducts(Fp8Products):
 
     takes_casts = True
 
-    def cast_weight(self, weight: Tensor, into: Blocks | None = None) -> Blocks:
-        room = None
+    def cast_weight(self, weight: Tensor, dtype: torch.dtype, into: Blocks | None = None) -> Blocks:
+        room = None  # the kernel rounds a master to bf16 itself
         if into is not None and into.transposed is not None:
             room = into.values, into.scales, *into.transposed
         values, scales, *transposed = casts.cast_blocks(weight, room)

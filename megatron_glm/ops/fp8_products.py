@@ -31,9 +31,12 @@ class Fp8Products(Products):
         blocks = getattr(weight, BLOCKS, None)
         return self if blocks is None else replace(self, blocks=blocks)
 
-    def cast_weight(self, weight: Tensor, into: Blocks | None = None) -> Blocks:
-        """The blocks of a weight [..., out, in] in the dtype that computes, in the memory of `into` if it is given."""
-        blocks = Blocks.of(weight)
+    def cast_weight(self, weight: Tensor, dtype: torch.dtype, into: Blocks | None = None) -> Blocks:
+        """The blocks of a weight [..., out, in], rounded to the dtype that computes before.
+
+        into: whose memory they take, if it is given.
+        """
+        blocks = Blocks.of(weight.to(dtype))
         if into is None:
             return blocks
         into.values.copy_(blocks.values)
@@ -41,7 +44,7 @@ class Fp8Products(Products):
         return into
 
     def blocks_of(self, weight: Tensor) -> Blocks:
-        return self.cast_weight(weight) if self.blocks is None else self.blocks
+        return self.cast_weight(weight, weight.dtype) if self.blocks is None else self.blocks
 
     def output(self, x: Tensor, weight: Tensor, ends: Tensor | None = None) -> Tensor:
         return super().output(_seen(x), self.blocks_of(weight).whole(), ends).to(x.dtype)

@@ -84,7 +84,7 @@ class WholeWeights:
         master = self.masters[i]
         if (products := _fp8_products(*self.places[i])) is not None:
             assert into is None or isinstance(into, Blocks)
-            return products.cast_weight(master.detach().to(self.dtype), into)
+            return products.cast_weight(master.detach(), self.dtype, into)
         if isinstance(into, Tensor):
             return into.copy_(master.detach())
         copy = master.detach().to(self.dtype)

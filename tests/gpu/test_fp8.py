@@ -66,6 +66,9 @@ def test_casts_of_rows_have_the_bits_of_the_definition(rows):
     padded = torch.nn.functional.pad(x, (0, 0, 0, -rows % 128))
     same(across, fp8.quantize(padded.T.contiguous(), fp8.ROW))
     same(casts.cast_rows(x), along)
+    rows_again = casts.uncast_rows(along[0], along[1].contiguous(), torch.bfloat16)
+    assert torch.equal(rows_again, fp8.dequantize(*along, fp8.ROW, torch.bfloat16))
+    same(casts.cast_rows(rows_again), along)
     same(casts.cast_columns(x), across)
 
 

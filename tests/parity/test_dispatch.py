@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_glm.config import ParallelConfig, RunConfig
+from megatron_glm.config import Fp8Config, ParallelConfig, RunConfig
 from megatron_glm.ops.experts import grouped_mlp
+from megatron_glm.ops.fp8 import ROW, dequantize, quantize
 from megatron_glm.parallel.dispatch import DISPATCHERS, make_dispatcher
 from megatron_glm.parallel.dispatch.local import Dispatcher, LocalDispatcher
 from megatron_glm.parallel.groups import ParallelGroups
@@ -29,10 +30,10 @@ KEYS = [
 ]
 
 
-def made(name: str, groups: ParallelGroups, top_k: int = K) -> Dispatcher:
+def made(name: str, groups: ParallelGroups, top_k: int = K, fp8: bool = False) -> Dispatcher:
     """For fp32 rows; a rank has 6 tokens, unless a case says otherwise."""
     model = small_config(n_routed_experts=E, num_experts_per_tok=top_k, hidden_size=D)
-    config = RunConfig(model, parallel=ParallelConfig(moe_token_dispatcher_type=name))
+    config = RunConfig(model, parallel=ParallelConfig(moe_token_dispatcher_type=name), fp8=Fp8Config(fp8_dispatch=fp8))
     return make_dispatcher(replace(config, data=replace(config.data, seq_length=6)), groups)
 
 
@@ -102,7 +103,8 @@ def scaled(dispatcher, ids, x, weights, first_expert, probe):
     leaves = x.clone().requires_grad_(), weights.clone().requires_grad_()
     rows, row_weights, counts, handle = dispatcher.dispatch(leaves[0], ids, leaves[1])
     factors = torch.arange(first_expert, first_expert + len(counts)) * 0.37 + 0.11
-    y = dispatcher.combine(rows * (factors.repeat_interleave(counts) * row_weights)[:, None], handle)
+    scaled = rows * (factors.repeat_interleave(counts) * row_weights)[:, None]
+    y = dispatcher.combine(scaled.to(x.dtype), handle)
     return y.detach(), *torch.autograd.grad(y, leaves, probe)
 
 
@@ -152,9 +154,26 @@ def bytes_moved(groups: ParallelGroups, node: int) -> tuple[dict, dict]:
     return dict(dispatcher.bytes_sent), expected
 
 
-def sent_by_a_forward(name: str, groups: ParallelGroups) -> tuple[dict, dict]:
+def in_fp8(name: str, groups: ParallelGroups) -> bool:
+    """Is a dispatch in FP8 one of tokens, and of gradients of the outputs, that were rounded to FP8 before?
+
+    In bf16: there FP8 that is cast again, by the second level of hybrid, has the same bits.
+    """
+    ep, rank = groups.ep.size(), groups.ep.rank()
+    t, ids, x, weights = tokens_of_group("unequal", ep, seed=11 + dist.get_rank() // ep)
+    tokens = slice(sum(t[:rank]), sum(t[: rank + 1]))
+    ids, x, weights, probe = ids[tokens], x[tokens].bfloat16(), weights[tokens], x.flip(0)[tokens].bfloat16()
+    plain, ours = (made(name, groups, fp8=fp8) for fp8 in (False, True))
+    rounded = (dequantize(*quantize(part, ROW), ROW, part.dtype) for part in (x, probe))
+    seen, grad = rounded
+    expected = scaled(plain, ids, seen, weights, rank * E // ep, grad)
+    got = scaled(ours, ids, x, weights, rank * E // ep, probe)
+    return not torch.equal(seen, x) and all(map(torch.equal, got, expected)) if len(x) else True
+
+
+def sent_by_a_forward(name: str, groups: ParallelGroups, fp8: bool = False) -> tuple[dict, dict]:
     """Bytes that left this rank where every token goes to every expert, and what a plan counts for it."""
-    dispatcher = made(name, groups, top_k=E)
+    dispatcher = made(name, groups, E, fp8)
     ids = torch.arange(E).expand(6, E)
     rows, _, _, handle = dispatcher.dispatch(torch.ones(6, D), ids, torch.ones(6, E))
     dispatcher.combine(rows, handle)
@@ -174,6 +193,8 @@ def all_layouts() -> dict:
             results["bytes", ep, node] = bytes_moved(groups, node)
         else:
             results["sent", ep, node] = sent_by_a_forward("alltoall", groups)
+        name = "hybrid" if node else "alltoall"
+        results["fp8", ep, node] = in_fp8(name, groups), sent_by_a_forward(name, groups, fp8=True)
         close_groups(groups)
     return results
 
@@ -209,3 +230,11 @@ def test_a_plan_counts_the_bytes_that_a_forward_sends(ranks, ep, node):
     for results in ranks:
         sent, planned = results["sent", ep, node]
         assert sent == planned and len(sent) == 1 + (node is not None)
+
+
+@pytest.mark.parametrize("ep, node", LAYOUTS)
+def test_a_dispatch_in_fp8_rounds_what_it_sends_and_nothing_else(ranks, ep, node):
+    for results in ranks:
+        same, (sent, planned) = results["fp8", ep, node]
+        assert same and sent == planned
+        assert 0 < sum(sent.values()) < sum(results["sent", ep, node][0].values())

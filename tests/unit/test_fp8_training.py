@@ -115,6 +115,11 @@ def test_megatrons_names_are_names_of_it():
         ("--fp8-wgrad bf16", "--fp8-wgrad bf16 needs --fp8 blockwise"),
         ("--num-layers-at-end-in-bf16 1 --fp8 off", "--num-layers-at-end-in-bf16 1 needs --fp8 blockwise"),
         ("--fp8-backend te", "--fp8-backend te needs --fp8 blockwise"),
+        ("--fp8-dispatch", "--fp8-dispatch needs --fp8 blockwise"),
+        (
+            "--fp8 blockwise --fp8-dispatch",
+            "--fp8-dispatch with --moe-token-dispatcher-type alltoall and",
+        ),
         ("--fp8 blockwise --num-layers-at-start-in-bf16 5 --num-layers-at-end-in-bf16 1", "leave none of the 6 layers"),
         ("--fp8-format hybrid", "--fp8-format e4m3, for gradients, too"),
         ("--fp8-recipe delayed", "--fp8-recipe blockwise, the scales of a Hopper"),

@@ -16,6 +16,7 @@ from megatron_glm.ops.fp8 import FP8, SMALLEST_SCALE
 TILE = 128
 SMALLEST = tl.constexpr(SMALLEST_SCALE)
 WARPS = 8
+GROUPS = 16  # of 128 numbers of a row, that a program turns back
 ALIGNED = 4  # rows between the lines of scales: 16 bytes, TMA's granularity
 
 
@@ -87,6 +88,18 @@ def _cast_blocks(w, values, scales, across, across_scales, rows, columns, tile: 
     tl.store(across_scales + first_scale + block_column * (rows // tile) + block_row, scale)
 
 
+@triton.jit
+def _uncast_rows(values, scales, out, columns, groups: tl.constexpr):
+    """A part of one row; scales [rows, columns / 128]."""
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * groups + tl.arange(0, groups)
+    inside = group < columns // 128
+    scale = tl.load(scales + row * (columns // 128) + group, mask=inside, other=0.0)
+    place = row * columns + group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    value = tl.load(values + place, mask=inside[:, None], other=0.0).to(tl.float32)
+    tl.store(out + place, (value * scale[:, None]).to(out.dtype.element_ty), mask=inside[:, None])
+
+
 def cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [n, k], k a multiple of 128 -> e4m3 [n, k] and scales [n, k / 128], as `quantize(x, ROW)`."""
     along, scales = room(x)
@@ -109,6 +122,15 @@ def cast_both(x: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     rows, columns = room(x), _room_across(x)
     _launch(x, *rows, *columns)
     return rows, columns
+
+
+def uncast_rows(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """e4m3 [n, k], k a multiple of 128, and scales [n, k / 128], both contiguous -> [n, k] of `dtype`."""
+    rows, columns = values.shape
+    out = torch.empty(rows, columns, dtype=dtype, device=values.device)
+    if out.numel():
+        _uncast_rows[(rows, triton.cdiv(columns // TILE, GROUPS))](values, scales, out, columns, GROUPS)
+    return out
 
 
 def cast_blocks(w: Tensor, into: tuple[Tensor, ...] | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:

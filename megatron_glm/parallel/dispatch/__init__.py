@@ -40,5 +40,6 @@ def make_dispatcher(config: RunConfig, groups: ParallelGroups) -> Dispatcher:
         most_tokens=train.micro_batch_size * config.data.seq_length // shards,
         dtype=torch.bfloat16 if train.bf16 else torch.float32,
         row_multiple=multiple,
+        fp8=config.fp8.fp8_dispatch,
     )
     return DISPATCHERS[parallel.moe_token_dispatcher_type](context)

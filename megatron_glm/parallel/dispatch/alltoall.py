@@ -30,7 +30,7 @@ class AllToAllDispatcher(Dispatcher):
         # Sent tokens and sent slots of every pair of ranks: the only wait for the device.
         tokens, slots = gather_values(torch.stack([rows.counts, count(owner, size)])[None], self.ep).cpu().unbind(1)
         send, receive = tokens[rank].tolist(), tokens[:, rank].tolist()
-        hop = Hop(self.ep, rows.head(sum(send)), send, receive, "ep", self.bytes_sent)
+        hop = Hop(self.ep, rows.head(sum(send)), send, receive, "ep", self.bytes_sent, self.context.fp8)
         x, weights, expert_ids = spread(x, weights, expert_ids, hop)
         expert_ids = within(expert_ids, rank * self.n_local, self.n_local)
         rows, row_weights, counts, handle = self.local.dispatch(x, expert_ids, weights, n=int(slots[:, rank].sum()))

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_glm.ops.fp8 import FP8
+from megatron_glm.ops.fp8_casts import cast_rows, uncast_rows
 from megatron_glm.ops.linear_map import linear_map
 from megatron_glm.ops.permute import RowMap, accumulate, gather
 
@@ -19,7 +21,9 @@ class Hop:
     """The rows that move between the ranks of `group`.
 
     rows: map from the slots of this rank's tokens to sent rows, keyed by group rank (each rank at most once a token);
-    send, receive: rows to and from each rank; sent: counts, under the group's name, the bytes that leave this rank.
+    send, receive: rows to and from each rank; sent: counts, under the group's name, the bytes that leave this rank;
+    fp8: rows go `there` in FP8, values and scales in one message, and come out in their own dtype. A product that casts
+        them again gets the same bits.
     """
 
     group: ProcessGroup
@@ -28,6 +32,15 @@ class Hop:
     receive: list[int]
     name: str
     sent: Counter[str]
+    fp8: bool = False
+
+    def rows_there(self, x: Tensor) -> Tensor:
+        """`there` for rows [sum(send), D], which may be rounded on the way."""
+        if not self.fp8 or self.group.size() == 1:
+            return self.there(x)
+        values, scales = (part.contiguous().view(torch.uint8) for part in cast_rows(x))
+        values, scales = self.there(torch.cat([values, scales], dim=1)).split([x.shape[1], scales.shape[1]], dim=1)
+        return uncast_rows(values.clone().view(FP8), scales.clone().view(torch.float32), x.dtype)
 
     def there(self, x: Tensor) -> Tensor:
         """[sum(send), ...] -> [sum(receive), ...] by source rank. Outside autograd."""
@@ -53,7 +66,7 @@ class _Spread(torch.autograd.Function):
         ctx.hop = hop
         # One message for both: fp32 holds every expert id below 2^24.
         slots = torch.cat([weights, expert_ids.to(weights.dtype)], dim=1)
-        x, slots = hop.there(gather(x, hop.rows)), hop.there(gather(slots, hop.rows))
+        x, slots = hop.rows_there(gather(x, hop.rows)), hop.there(gather(slots, hop.rows))
         weights, expert_ids = slots.chunk(2, dim=1)
         expert_ids = expert_ids.long()
         ctx.mark_non_differentiable(expert_ids)
@@ -73,7 +86,9 @@ def spread(x: Tensor, weights: Tensor, expert_ids: Tensor, hop: Hop) -> tuple[Te
 
 def sum_back(y: Tensor, hop: Hop) -> Tensor:
     """y [m, D], one row for each token that arrived here -> [t, D], the sum over the ranks it was sent to."""
-    return linear_map(y, lambda y: accumulate(hop.back(y), hop.rows), lambda grad: hop.there(gather(grad, hop.rows)))
+    return linear_map(
+        y, lambda y: accumulate(hop.back(y), hop.rows), lambda grad: hop.rows_there(gather(grad, hop.rows))
+    )
 
 
 def once(key: Tensor) -> Tensor:

@@ -31,16 +31,16 @@ class HybridDispatcher(Dispatcher):
     def dispatch(
         self, x: Tensor, expert_ids: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Hop, Hop, RowMap]]:
-        n_node = self.n_local * self.node.size()
+        n_node, fp8 = self.n_local * self.node.size(), self.context.fp8
         across = RowMap.build(once(expert_ids // n_node), self.inter.size())
         (send, receive), (send_inside, receive_inside), n = self._splits(expert_ids // self.n_local, across.counts)
 
-        outer = Hop(self.inter, across.head(sum(send)), send, receive, "ep_inter", self.bytes_sent)
+        outer = Hop(self.inter, across.head(sum(send)), send, receive, "ep_inter", self.bytes_sent, fp8)
         x, weights, expert_ids = spread(x, weights, expert_ids, outer)
         expert_ids = within(expert_ids, self.inter.rank() * n_node, n_node)
 
         inside = RowMap.build(once(expert_ids // self.n_local), self.node.size()).head(sum(send_inside))
-        inner = Hop(self.node, inside, send_inside, receive_inside, "ep_node", self.bytes_sent)
+        inner = Hop(self.node, inside, send_inside, receive_inside, "ep_node", self.bytes_sent, fp8)
         x, weights, expert_ids = spread(x, weights, expert_ids, inner)
         expert_ids = within(expert_ids, self.node.rank() * self.n_local, self.n_local)
 

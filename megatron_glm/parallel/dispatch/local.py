@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_glm.ops.fp8 import ROW
 from megatron_glm.ops.permute import RowMap, permute, unpermute
 from megatron_glm.parallel.groups import ParallelGroups
 
@@ -19,7 +20,7 @@ class DispatchContext:
 
     groups: a constructor may ask them for sizes and ranks, and not communicate: a plan has no processes;
     most_tokens: t/TP, what one micro-batch gives this rank; dtype: of the rows;
-    row_multiple: of which every expert gets rows, see `RowMap`.
+    row_multiple: of which every expert gets rows, see `RowMap`; fp8: rows go to their experts in FP8, see `Hop`.
     """
 
     groups: ParallelGroups
@@ -29,6 +30,7 @@ class DispatchContext:
     most_tokens: int
     dtype: torch.dtype
     row_multiple: int = 1
+    fp8: bool = False
 
     @property
     def n_local(self) -> int:
@@ -43,7 +45,8 @@ class DispatchContext:
     @property
     def round_trip(self) -> int:
         """Bytes of a token that goes to a rank, with its fp32 weights and ids, and of the output that comes back."""
-        return 2 * self.row_bytes + 8 * self.top_k
+        there = self.hidden_size + 4 * math.ceil(self.hidden_size / ROW[1]) if self.fp8 else self.row_bytes
+        return there + self.row_bytes + 8 * self.top_k
 
     def copies(self, parts: int) -> float:
         """To how many of `parts` equal parts of the experts a token goes on average, if routing is uniform."""
