@@ -13,6 +13,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -31,6 +32,7 @@ from megatron_glm.parallel.pipeline.layout import check_run  # noqa: E402
 
 if TYPE_CHECKING:
     from megatron_glm.data.prompts import Prompt
+    from megatron_glm.parallel.groups import ParallelGroups
 
 PROMPT_FLAGS = ("prompt_file", "max_new_tokens")
 USAGE = "%(prog)s {--load DIR | --load-hf DIR} --prompt-file FILE [--max-new-tokens N] [flags]"
@@ -88,7 +90,7 @@ def complete(
     from megatron_glm.training.run import forward_engine
 
     ends = end_tokens(config)
-    engine = forward_engine(config, {"the digest of the prompts": digest(prompts)})
+    engine = forward_engine(config, partial(same_prompts, prompts))
     completions = generate(engine, [prompt.ids for prompt in prompts], settings.max_new_tokens, ends)
     empty = []
     for prompt, found in zip(prompts, completions, strict=True):
@@ -103,8 +105,13 @@ def complete(
     return int(bool(empty))
 
 
-def digest(prompts: list[Prompt]) -> str:
-    return hashlib.sha256(repr([prompt.ids.tolist() for prompt in prompts]).encode()).hexdigest()[:12]
+def same_prompts(prompts: list[Prompt], config: RunConfig, groups: ParallelGroups) -> RunConfig:
+    """The configuration as it is. Raises ValueError if the ranks have read other prompts."""
+    from megatron_glm.training.agreement import require_same
+
+    digest = hashlib.sha256(repr([prompt.ids.tolist() for prompt in prompts]).encode()).hexdigest()
+    require_same(groups.checkpoint, {"the digest of the prompts": digest[:12]})
+    return config
 
 
 if __name__ == "__main__":

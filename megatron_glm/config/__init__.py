@@ -11,6 +11,7 @@ from .indexer import IndexerConfig
 from .lora import LoraConfig
 from .model import ModelConfig
 from .parallel import KernelConfig, ParallelConfig
+from .preference import PreferenceConfig
 from .run import RunConfig
 from .section import flag_name, require_multiple
 from .training import (
@@ -37,6 +38,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "PreferenceConfig",
     "PretrainDataConfig",
     "RunConfig",
     "TrainConfig",

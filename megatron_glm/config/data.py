@@ -75,7 +75,9 @@ class DataConfig(Section):
     )
     seq_length: int = option(4096, "tokens of one pack")
     packing: Literal["best-fit", "none"] = option("best-fit", "fill packs with several documents, or one each")
-    overlong: Literal["truncate", "split"] = option("truncate", "what happens to documents above --seq-length")
+    overlong: Literal["truncate", "split", "refuse"] = option(
+        "truncate", "what happens to documents above --seq-length; refuse: they end the run"
+    )
     skip_bad_rows: bool = option(False, "count and skip malformed rows instead of stopping")
     ignore_keys: tuple[str, ...] = option((), "keys of rows and messages that are only metadata, as id,timestamp")
     train_on_last_turn_only: bool = option(False, "in chats, loss on the assistant's last turn only")

@@ -42,6 +42,11 @@ class GenerationConfig(Section):
     max_new_tokens: int = option(32, "tokens after which a completion ends, if no end token comes before")
 
 
+@dataclass(frozen=True)
+class ScoreConfig(Section):
+    token_logprobs: bool = option(False, "the log-probability of each token, too")
+
+
 def build_parser(description: str | None, usage: str, more: Mapping[type[Section], Sequence[str]] = {}) -> Parser:
     """The parser of these flags and of `more` fields of sections; only flags that were given appear in its result."""
     parser = Parser(

@@ -10,6 +10,7 @@ from .indexer import IndexerConfig
 from .lora import LoraConfig
 from .model import ModelConfig
 from .parallel import KernelConfig, ParallelConfig
+from .preference import PreferenceConfig
 from .section import flag_name
 from .training import CheckpointConfig, LoggingConfig, LossConfig, OptimizerConfig, TrainConfig
 
@@ -24,6 +25,7 @@ class RunConfig:
     model: ModelConfig
     train: TrainConfig = TrainConfig()
     losses: LossConfig = LossConfig()
+    preference: PreferenceConfig = PreferenceConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     data: DataConfig | PretrainDataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -112,6 +114,7 @@ class RunConfig:
         self.fp8.check(self.model, self.parallel)
         self._check_indexer()
         self._check_adapters()
+        self._check_preference()
         self.logging.check(world_size)
         if self.kernels.attention_backend in ("cudnn", "tilelang") and not self.train.bf16:
             raise ValueError(
@@ -165,6 +168,33 @@ class RunConfig:
         for flag, contradicts in others.items():
             if contradicts:
                 raise ValueError(f"{given} with {flag}: adapters are trained alone, all else is frozen")
+
+    def _check_preference(self) -> None:
+        """Preference alone trains with --loss dpo, and needs a reference."""
+        self.preference.check()
+        if not self.preference.is_dpo:
+            return
+        if isinstance(self.data, PretrainDataConfig):
+            raise ValueError("--loss dpo is for fine-tuning, on rows with a chosen and a rejected answer")
+        if self.data.overlong == "split":
+            raise ValueError("--overlong split with --loss dpo: an answer is one document; give truncate or refuse")
+        if not self.preference.reference_logprobs and not self.lora.lora_rank:
+            raise ValueError(
+                "--loss dpo needs a reference: --reference-logprobs, which tools/score.py makes of the same rows and the "
+                "reference model, or --lora-rank, where the model without adapters is the reference"
+            )
+        others = {
+            "--mtp-num-steps": self.losses.mtp_steps,
+            "--indexer-training": self.indexer.indexer_training * (self.indexer.indexer_training != "off"),
+            "--moe-router-bias-update-rate": self.optimizer.moe_router_bias_update_rate,
+            "--moe-aux-loss-coeff": self.losses.moe_aux_loss_coeff,
+            "--moe-z-loss-coeff": self.losses.moe_z_loss_coeff,
+        }
+        for flag, value in others.items():
+            if value:
+                raise ValueError(
+                    f"{flag} {value} with --loss dpo, which trains nothing beside the preference: leave it out"
+                )
 
     def _check_profile(self) -> None:
         start, last = self.logging.profile_step_start, self.train.train_iters

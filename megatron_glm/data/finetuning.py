@@ -17,13 +17,15 @@ from .blend import cache_key, open_array, save_array
 from .cache import Once, Say, cache_folder, digests, make_folder
 from .files import file_format, find_files
 from .indexed import IndexedDataset
-from .packing import best_fit, cut
+from .packing import Piece, best_fit, cut, cut_together
 from .report import RowReport
 from .rows import RowSettings
 from .tokenise import DOCUMENTS, REPORT, TARGETS, write_documents
 
 # Modules that do not decide which tokens a row becomes: when another one changes, all is tokenised anew.
-NO_ROW_CODE = {"blend", "cache", "finetuning", "indexed", "loader", "packing", "pretraining", "tokenise", "workers"}
+NO_ROW_CODE = frozenset(
+    "blend cache finetuning indexed loader packing pretraining prompts reference tokenise workers".split()
+)
 FORMAT = 1  # of a packing: raise it when the same settings should give another
 LOSS_CHUNK = 2**24  # tokens whose targets are counted at a time
 
@@ -157,29 +159,55 @@ class Packing(NamedTuple):
     starts: np.ndarray  # [pieces] int64: a piece's first token among all tokens
     lengths: np.ndarray  # [pieces] int32
     losses: np.ndarray  # [pieces] int32: loss tokens
-    slots: np.ndarray  # [pieces] int32: places in the falling order of lengths, pack after pack
+    slots: np.ndarray  # [pieces, or pairs of them] int32: places in the falling order of lengths, pack after pack
     bounds: np.ndarray  # [packs + 1] int64: pack p is slots[bounds[p]:bounds[p + 1]]
     counts: np.ndarray  # [3] int64: documents, overlong ones, and pieces without a loss token, which are left out
 
     @classmethod
-    def plan(cls, documents: Documents, seq_length: int, packing: str, overlong: str, share: Share = ALL) -> Packing:
-        """The packing of a share of the documents. Raises ValueError if no piece has a loss token."""
-        chosen = _drawn(len(documents), share)
+    def plan(
+        cls,
+        documents: Documents,
+        seq_length: int,
+        packing: str,
+        overlong: str,
+        share: Share = ALL,
+        together: int = 1,
+    ) -> Packing:
+        """The packing of a share of the documents.
+
+        Args:
+            together: consecutive documents that share a pack: 1, or 2 for pairs, which are then counted.
+        Raises: ValueError if no piece has a loss token, or one is too long with "refuse".
+        """
+        units = _drawn(len(documents) // together, share)
+        chosen = (units[:, None] * together + np.arange(together)).ravel()
         lengths = np.diff(documents.offsets)[chosen]
-        document, start, length = cut(lengths, seq_length, overlong)
+        totals = lengths.reshape(-1, together).sum(1)
+        if overlong == "refuse" and (totals > seq_length).any():
+            above = f"{(totals > seq_length).sum()} of {len(totals)} {_name(together)}"
+            raise ValueError(
+                f"{above} are above --seq-length {seq_length}, the longest has {totals.max()} tokens: raise it, or "
+                "give --overlong truncate"
+            )
+        if together == 1:
+            document, start, length = cut(lengths, seq_length, "split" if overlong == "split" else "truncate")
+        else:
+            length = cut_together(lengths.reshape(-1, together), seq_length).ravel()
+            document, start = np.arange(len(lengths)), np.zeros(len(lengths), np.int64)
         start += documents.offsets[chosen][document]
         losses = _count_losses(documents.targets, start, length)
-        kept = losses > 0
+        kept = np.repeat((losses > 0).reshape(-1, together).all(1), together)
         if not kept.any():
             whole = _count_losses(documents.targets, documents.offsets[chosen], lengths)
             raise ValueError(_without_loss(lengths, seq_length, bool(whole.any())))
         start, length, losses = start[kept], length[kept], losses[kept]
-        pack_of = np.arange(len(length))
+        sizes = length.reshape(-1, together).sum(1)
+        pack_of = np.arange(len(sizes))
         if packing == "best-fit":
-            pack_of = best_fit((-np.sort(-length)).tolist(), seq_length)
+            pack_of = best_fit((-np.sort(-sizes)).tolist(), seq_length)
         slots = np.argsort(pack_of, kind="stable")
         bounds = np.concatenate(([0], np.cumsum(np.bincount(pack_of))))
-        counts = np.array([len(lengths), (lengths > seq_length).sum(), (~kept).sum()])
+        counts = np.array([len(totals), (totals > seq_length).sum(), (~kept).sum() // together])
         arrays = (start, length, losses, slots, bounds, counts)
         return cls(*(array.astype(dtype) for array, dtype in zip(arrays, PACKING_DTYPES, strict=True)))
 
@@ -196,6 +224,10 @@ class Packing(NamedTuple):
         once(lambda: make_folder(target, write, say))
         dtypes = zip(cls._fields, PACKING_DTYPES, strict=True)
         return cls(*(open_array(target / f"{name}.npy", (None,), dtype) for name, dtype in dtypes))
+
+
+def _name(together: int) -> str:
+    return "documents" if together == 1 else "pairs"
 
 
 def _drawn(count: int, share: Share) -> np.ndarray:
@@ -253,18 +285,27 @@ class PackedDataset:
         overlong: str = "truncate",
         seed: int = 0,
         planned: Packing | None = None,
+        together: int = 1,
+        reference: np.ndarray | None = None,
     ):
+        """together: see `Packing.plan`; reference: what a reference model says of each piece, fp64 [pieces]."""
         if seq_length < 2:
             raise ValueError(f"--seq-length is {seq_length}, but to predict a token takes at least 2")
         if packing not in ("best-fit", "none"):
             raise ValueError(f"--packing is {packing!r}, expected 'best-fit' or 'none'")
-        if overlong not in ("truncate", "split"):
-            raise ValueError(f"--overlong is {overlong!r}, expected 'truncate' or 'split'")
+        if overlong not in ("truncate", "split", "refuse"):
+            raise ValueError(f"--overlong is {overlong!r}, expected 'truncate', 'split' or 'refuse'")
         self.documents, self.seq_length, self.seed = documents, seq_length, seed
         self.pieces = "pieces " * (overlong == "split")  # which are then counted in place of documents
-        self.packing = planned or Packing.plan(documents, seq_length, packing, overlong)
+        self.packing = planned or Packing.plan(documents, seq_length, packing, overlong, together=together)
+        self.together, self.reference = together, reference
         # of the last epochs: a step may straddle two, and evaluation returns to the first
         self._dealt = lru_cache(maxsize=3)(self._deal)
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Tokens of each piece, or pair of them: int64 [n]."""
+        return self.packing.lengths.reshape(-1, self.together).sum(1, dtype=np.int64)
 
     @property
     def packs_per_epoch(self) -> int:
@@ -281,7 +322,7 @@ class PackedDataset:
         documents, overlong, dropped = self.packing.counts.tolist()
         filled = self.packing.lengths.sum(dtype=np.int64) / (self.packs_per_epoch * self.seq_length)
         return (
-            f"{documents} documents ({overlong} overlong, {dropped} {self.pieces}without loss dropped,"
+            f"{documents} {_name(self.together)} ({overlong} overlong, {dropped} {self.pieces}without loss dropped,"
             f" {self.documents.report.skipped} bad rows skipped) in {self.packs_per_epoch} packs of {self.seq_length}"
             f" tokens, {filled:.1%} full, {self.packing.losses.sum(dtype=np.int64)} loss tokens"
         )
@@ -295,13 +336,18 @@ class PackedDataset:
     def open(self) -> None:
         """The documents are open."""
 
-    def pack(self, index: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    def pack(self, index: int) -> list[Piece | tuple[np.ndarray, np.ndarray]]:
         """The documents of pack `index` (of epoch index // packs_per_epoch): (ids [n] int32, is a target [n] bool)."""
         self.documents.release()
-        pieces = self._pieces(index)
-        starts, lengths = self.packing.starts[pieces].tolist(), self.packing.lengths[pieces].tolist()
-        spans = [slice(start, start + length) for start, length in zip(starts, lengths, strict=True)]
-        return [(self.documents.tokens[span], self.documents.targets[span]) for span in spans]
+        numbers = self._pieces(index).tolist()
+        if self.reference is None:
+            return [self.piece(i) for i in numbers]
+        return [Piece(*self.piece(i), reference=float(self.reference[i])) for i in numbers]
+
+    def piece(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """(ids, targets) of piece i."""
+        span = slice(self.packing.starts[i], self.packing.starts[i] + self.packing.lengths[i])
+        return self.documents.tokens[span], self.documents.targets[span]
 
     def sample_id(self, index: int) -> str:
         """Where the first document of pack `index` begins: "token+" its place among all tokens of the data."""
@@ -316,12 +362,16 @@ class PackedDataset:
         epoch, place = divmod(index, self.packs_per_epoch)
         pieces, order = self._dealt(epoch)
         pack = order[place]
-        return pieces[self.packing.bounds[pack] : self.packing.bounds[pack + 1]]
+        units = pieces[self.packing.bounds[pack] : self.packing.bounds[pack + 1]]
+        return units if self.together == 1 else (units[:, None] * self.together + np.arange(self.together)).ravel()
 
     def _deal(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """(numbers of the pieces, pack after pack [n]; the order of the packs [packs_per_epoch]) of an epoch."""
+        """(numbers of the pieces, pack after pack [n]; the order of the packs [packs_per_epoch]) of an epoch.
+
+        Of pairs of pieces, where they share a pack.
+        """
         random = np.random.Generator(np.random.PCG64([self.seed, epoch]))
-        lengths = self.packing.lengths
+        lengths = self.packing.lengths if self.together == 1 else self.sizes
         shuffled = random.permutation(len(lengths))
         descending = shuffled[np.argsort(-lengths[shuffled], kind="stable")].astype(np.int32)
         return descending[self.packing.slots], random.permutation(self.packs_per_epoch)

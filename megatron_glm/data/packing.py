@@ -19,6 +19,7 @@ class Piece(NamedTuple):
     ids: np.ndarray  # [n] integers
     targets: np.ndarray  # [n] bool: is token j to be predicted
     cut: bool = False  # the last of ids is no part of the pack: it only is the label of the token before it
+    reference: float | None = None  # its log-probability under a reference model
 
 
 Document = Piece | tuple[np.ndarray, np.ndarray]  # (ids, targets) are a whole Piece
@@ -34,11 +35,24 @@ class PackedBatch:
     position_ids: torch.Tensor  # [T] int64: from 0 in each document; 0 on padding
     doc_lengths: tuple[int, ...]
     padding: int  # tokens of the tail; sum(doc_lengths) + padding == T
+    reference: torch.Tensor | None = None  # [documents] fp64: their log-probabilities under a reference model
 
     @property
     def loss_tokens(self) -> int:
         """How many labels count."""
         return int(self.loss_mask.sum())
+
+    @property
+    def documents(self) -> torch.Tensor:
+        """The number of each row's document: [T] int64, -1 on padding."""
+        lengths = torch.tensor(self.doc_lengths, dtype=torch.int64)
+        return torch.cat([torch.arange(len(lengths)).repeat_interleave(lengths), torch.full((self.padding,), -1)])
+
+    @property
+    def targets_by_document(self) -> torch.Tensor:
+        """The labels that count in each document: [documents] int64."""
+        counted = self.documents[self.loss_mask]  # none is on padding
+        return torch.bincount(counted, minlength=len(self.doc_lengths))
 
 
 def build_batch(documents: Sequence[Document], total: int) -> PackedBatch:
@@ -54,7 +68,7 @@ def build_batch(documents: Sequence[Document], total: int) -> PackedBatch:
     tokens, position_ids = np.zeros(total, np.int64), np.zeros(total, np.int64)
     labels, loss_mask = np.full(total, IGNORE, np.int64), np.zeros(total, bool)
     start = 0
-    for (ids, targets, cut_off), length in zip(pieces, lengths, strict=True):
+    for (ids, targets, cut_off, _), length in zip(pieces, lengths, strict=True):
         end = start + length
         labelled = end if cut_off else end - 1
         tokens[start:end] = ids[:length]
@@ -63,7 +77,9 @@ def build_batch(documents: Sequence[Document], total: int) -> PackedBatch:
         position_ids[start:end] = np.arange(length)
         start = end
     arrays = (torch.from_numpy(array) for array in (tokens, labels, loss_mask, position_ids))
-    return PackedBatch(*arrays, doc_lengths=lengths, padding=padding)
+    known = [piece.reference for piece in pieces if piece.reference is not None]
+    reference = torch.tensor(known, dtype=torch.float64) if len(known) == len(pieces) else None
+    return PackedBatch(*arrays, doc_lengths=lengths, padding=padding, reference=reference)
 
 
 def ahead(batch: PackedBatch, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -110,6 +126,16 @@ def best_fit(lengths: Sequence[int], capacity: int) -> np.ndarray:
                 insort(rooms, room)
             packs_by_room.setdefault(room, []).append(pack)
     return pack_of
+
+
+def cut_together(lengths: np.ndarray, most: int) -> np.ndarray:
+    """Lengths [n, 2] of two documents that are to fit into `most` tokens together.
+
+    Where they do not, each keeps half, or more if the other needs less: 100 and 10 become 40 and 10 of 50.
+    """
+    first, second = lengths.T
+    first = np.minimum(first, np.maximum(most // 2, most - second))
+    return np.stack([first, np.minimum(second, most - first)], 1)
 
 
 def cut(lengths: np.ndarray, seq_length: int, overlong: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -14,11 +14,12 @@ from megatron_glm.config import DataConfig, RunConfig
 
 from . import ids
 from .chat import ROLE_TOKENS, THINK_TAGS, ChatTemplate, inner_strings
-from .files import RawRow, check_unicode
+from .files import RawRow, check_unicode, decode_row
 from .ids import TokenRow
 from .keys import HARMLESS, Notes, is_switch, switched_on
 from .kinds import ALPACA, HELLASWAG, TEXT, TOKENS, is_chat, parse_row
 from .messages import Conversation, functions_as_tools, parsed, read_conversation
+from .pairs import check_pair, split_pair
 from .report import RowReport
 from .tokenizer import END_OF_TEXT, Tokenizer
 
@@ -41,6 +42,7 @@ class RowSettings:
     ignore_keys: tuple[str, ...] = ()  # keys of rows and messages that are only metadata
     train_on_last_turn_only: bool = False
     special_tokens_in_text: bool = False  # text may hold special tokens, which become ids of their own
+    pairs: bool = False  # a row is a chosen and a rejected answer: two documents, one behind the other
 
     @classmethod
     def of(cls, config: RunConfig) -> RowSettings:
@@ -54,6 +56,7 @@ class RowSettings:
             data.ignored_keys,
             data.train_on_last_turn_only,
             data.special_tokens_in_text,
+            pairs=config.preference.is_dpo,
         )
 
 
@@ -90,20 +93,22 @@ class RowReader:
         """
         report, documents = RowReport(), []
         converted = list(self._convert(rows, report))
-        texts = [row.text for _, row, _ in converted if isinstance(row, TextRow)]
+        texts = [
+            part.text for _, row, _ in converted if isinstance(row, list) for part in row if isinstance(part, TextRow)
+        ]
         encodings = iter(self.tokenizer.encode_batch(texts) if texts else ())
-        size = self.settings.vocab_size
         for place, row, kind in converted:
             if isinstance(row, ValueError):
                 self._bad(place, row, report)
                 continue
-            tokens = row if isinstance(row, TokenRow) else self._marked(row, *next(encodings))
-            wrong = tokens.ids[(tokens.ids < 0) | (tokens.ids >= size)]
-            if len(wrong):
-                self._bad(place, f"token id {wrong[0]} is outside the model's vocabulary of {size}", report)
+            found = [part if isinstance(part, TokenRow) else self._marked(part, *next(encodings)) for part in row]
+            try:
+                self._check(found)
+            except ValueError as error:
+                self._bad(place, error, report)
                 continue
             report.count("+".join(kind))
-            documents.append(tokens)
+            documents += found
         return TokenisedRows(
             np.concatenate([np.empty(0, np.int32), *(row.ids.astype(np.int32) for row in documents)]),
             np.concatenate([np.empty(0, bool), *(row.targets for row in documents)]),
@@ -111,23 +116,35 @@ class RowReader:
             report,
         )
 
+    def _check(self, parts: Sequence[TokenRow]) -> None:
+        size = self.settings.vocab_size
+        for part in parts:
+            if len(wrong := part.ids[(part.ids < 0) | (part.ids >= size)]):
+                raise ValueError(f"token id {wrong[0]} is outside the model's vocabulary of {size}")
+        if self.settings.pairs:
+            check_pair(*parts)
+
     def _convert(
         self, rows: Iterable[tuple[str, RawRow]], report: RowReport
-    ) -> Iterator[tuple[str, TextRow | TokenRow | ValueError, tuple[str, ...]]]:
-        """(place, row or what is wrong with it, kind) of each row; ends with a bad one if that stops the run."""
+    ) -> Iterator[tuple[str, list[TextRow | TokenRow] | ValueError, tuple[str, ...]]]:
+        """(place, parts of the row or what is wrong with it, kind) of each row; ends with a bad one if that stops."""
         for place, raw in rows:
             kind, notes = (), Notes(self.ignored)
             try:
-                row, kind = parse_row(raw, self.ignored)
+                if self.settings.pairs:
+                    parts, of_parts, kind = split_pair(decode_row(raw))
+                else:
+                    row, kind = parse_row(raw, self.ignored)
+                    parts, of_parts = (row,), kind
             except ValueError as error:
-                yield place, error, kind
+                yield place, error, ()
             else:
                 try:
-                    self.prepare(row, kind)
+                    self.prepare(parts[0], of_parts)
                 except ValueError as error:  # a missing tokenizer is no fault of the row
                     raise ValueError(f"{place}: {error}") from error
                 try:
-                    yield place, self.convert(row, kind, notes), kind
+                    yield place, [self.convert(part, of_parts, notes) for part in parts], kind
                 except ValueError as error:
                     yield place, error, ()
                     kind = ()

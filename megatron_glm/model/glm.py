@@ -22,6 +22,7 @@ from megatron_glm.model.micro_batch import MicroBatch
 from megatron_glm.model.moe import MoE
 from megatron_glm.model.mtp import accepted, draft, predictions
 from megatron_glm.model.norm import RMSNorm
+from megatron_glm.model.preference import preference_losses
 from megatron_glm.model.recompute import run_layer
 from megatron_glm.model.router import Router
 from megatron_glm.model.trained import freeze
@@ -84,7 +85,7 @@ class GLMChunk(ModelChunk):
         self.recompute = "none" if warming else config.parallel.recompute_granularity
         self.student_names = [field.name for field in student_fields(config.indexer, model, (), 0, 0, torch.float32)]
         vocabulary = (model.vocab_size, model.hidden_size, groups.tp)
-        self.losses, self.begins = config.losses, stage.embedding
+        self.losses, self.preference, self.begins = config.losses, config.preference, stage.embedding
         self.predicts = stage.mtp and config.losses.mtp_steps > 0  # its MTP layer runs
         self.embed_tokens = None
         if stage.embedding or self.predicts:  # the MTP layer's stage has a copy
@@ -185,6 +186,8 @@ class GLMChunk(ModelChunk):
         labels = pack.local(batch.labels)
         if batch.asks != "losses":
             return answers(self.lm_head, main, labels, pack, self.groups.cp, chunk_size, batch.asks == "next tokens")
+        if self.preference.is_dpo:
+            return preference_losses(self.lm_head, main, batch, self.groups, self.preference, chunk_size)
         first, further = Prediction(main, labels, batch.scale("lm")), predictions(self.losses, batch, steps)
         found, best = self.lm_head([first, *further], chunk_size, best=bool(further))
         losses = {"lm": found[0]} | {f"mtp_{i}": loss for i, loss in enumerate(found[1:], 1)}

@@ -369,8 +369,10 @@ def fingerprint(data: MicroBatches, packs: int = FINGERPRINT_PACKS) -> str:
         crc = zlib.crc32(repr(dataset.weights).encode())
         chosen = itertools.chain(chosen, (part.pack(0) for part in dataset.parts))
     for pack in chosen:
-        for ids, targets, *_ in pack:
+        for ids, targets, *more in pack:
             crc = zlib.crc32(targets.tobytes(), zlib.crc32(ids.astype(np.int32).tobytes(), crc))
+            if more[1:] not in ([], [None]):  # with another reference it is another run
+                crc = zlib.crc32(repr(more[1]).encode(), crc)
     return f"{crc:08x}"
 
 

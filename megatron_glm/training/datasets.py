@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megatron_glm.config import DataConfig, PretrainDataConfig, RunConfig
 from megatron_glm.config.data import PARTS, UNNAMED_SET, parse_split, validation_sets
-from megatron_glm.data.blend import parse_blend
-from megatron_glm.data.cache import Once
+from megatron_glm.data.blend import cache_key, open_array, parse_blend, save_array
+from megatron_glm.data.cache import Once, digests, make_folder
+from megatron_glm.data.files import find_files
 from megatron_glm.data.finetuning import ALL, Documents, PackedDataset, Packing, Share, load_documents
 from megatron_glm.data.loader import MicroBatches, Packs
 from megatron_glm.data.pretraining import Blend, build_datasets
+from megatron_glm.data.reference import read_reference, reference_of
 from megatron_glm.data.rows import RowSettings
 from megatron_glm.training.batch_size import samples_after
 from megatron_glm.training.checkpointing import FINGERPRINT_PACKS, start_of_run
@@ -119,16 +124,36 @@ class _RowSource:
                 paths, RowSettings.of(self.config), data.data_cache_path, self.once, self.log
             )
         documents, how = self.known[paths], (data.seq_length, data.packing, data.overlong)
+        together = 2 if self.config.preference.is_dpo else 1
         name += "" if share == ALL else f", {part}"
         try:
-            planned = Packing.cached(documents, self.once, self.log, *how, share)
+            planned = Packing.cached(documents, self.once, self.log, *how, share, together)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-        dataset = PackedDataset(documents, *how, self.config.train.seed, planned)
+        dataset = PackedDataset(documents, *how, self.config.train.seed, planned, together)
+        if self.config.preference.reference_logprobs:
+            dataset.reference = self._reference(dataset, name, how, share)
         self.log(f"{name}: {dataset.summary()}")
         if new:
             self.log(documents.report.summary())
         return dataset
+
+    def _reference(self, dataset: PackedDataset, name: str, how: tuple[Any, ...], share: Share) -> np.ndarray:
+        """What --reference-logprobs say of each piece of a data set: fp64 [pieces], looked up once and mapped."""
+        paths, folder = self.config.preference.reference_logprobs, dataset.folder
+        key = cache_key(files=digests(find_files(paths), folder), how=how, share=share)
+        target = folder / f"reference-{key}"
+
+        def write(temporary: Path, note: Log) -> None:
+            note(f"{name}: looking up --reference-logprobs {' '.join(paths)}")
+            try:
+                values = reference_of(dataset, read_reference(paths))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+            save_array(temporary / "log_probs.npy", values)
+
+        self.once(lambda: make_folder(target, write, self.log))
+        return open_array(target / "log_probs.npy", (len(dataset.packing.starts),), np.float64)
 
     def _mix(self, parts: list[PackedDataset], weights: list[Fraction], trained: bool) -> Packs:
         """A blend; of what is trained on, as many packs as the run takes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,9 +12,11 @@ from megatron_glm.config import RunConfig
 from megatron_glm.config.indexer import FROZEN
 from megatron_glm.config.training import NEXT_TOKEN
 from megatron_glm.data.packing import IGNORE, PackedBatch, ahead
+from megatron_glm.model.adapters import without_adapters
 from megatron_glm.model.glm import GLMChunk, carry_fields
-from megatron_glm.model.micro_batch import Asks, MicroBatch, MtpInput
+from megatron_glm.model.micro_batch import Asks, MicroBatch, MtpInput, Pairs
 from megatron_glm.model.pack import PackRows, has_sparse_rows
+from megatron_glm.model.preference import by_document
 from megatron_glm.ops.upload import upload
 from megatron_glm.parallel.fsdp import gather_ahead, record_change, reduce_gradients, set_gradient_sync
 from megatron_glm.parallel.groups import ParallelGroups
@@ -23,14 +26,22 @@ from megatron_glm.parallel.pipeline.p2p import GroupTransport
 from megatron_glm.parallel.pipeline.runner import Losses, Runner
 from megatron_glm.training.initialize import current_device, pipeline_layout
 
+DPO = "dpo"  # the preference between two answers
 LM = "lm"  # the cross entropy of the next token
 INDEXER = "indexer"  # how far the indexers' choices are from the attention
 ROUTERS = {"aux": "moe_aux_loss", "z": "moe_z_loss"}  # losses of the routers, and their keys in the log
+OF_PAIRS = (  # by the names of TRL
+    DPO,
+    *(f"rewards/{kind}" for kind in ("chosen", "rejected", "accuracies", "margins")),
+    *(f"logps/{kind}" for kind in ("chosen", "rejected")),
+)
 RECALL = "recall"  # how much of the attention the indexers' choices would keep
 
 
 def losses_of(config: RunConfig) -> dict[str, Callable[[PackedBatch], int]]:
     """The losses of a step, each with what a pack adds to its count: a loss is a sum divided by the step's count."""
+    if config.preference.is_dpo:  # of the cross entropy, the chosen answers'; what is not "dpo" is reported only
+        return {LM: lambda batch: int(batch.targets_by_document[0::2].sum())} | dict.fromkeys(OF_PAIRS, _pairs)
     losses: dict[str, Callable[[PackedBatch], int]] = {LM: lambda batch: batch.loss_tokens}
     steps, tv = config.losses.mtp_steps, config.losses.mtp_loss == "tv"
     for step in range(1, 1 + steps):  # "accepted" is no loss, but a share of rows
@@ -47,6 +58,10 @@ def losses_of(config: RunConfig) -> dict[str, Callable[[PackedBatch], int]]:
     if config.losses.moe_z_loss_coeff:
         losses["z"] = lambda batch: sum(batch.doc_lengths)
     return losses
+
+
+def _pairs(batch: PackedBatch) -> int:
+    return len(batch.doc_lengths) // 2
 
 
 def _selecting_rows(batch: PackedBatch, topk: int, indexers: int) -> int:
@@ -81,6 +96,7 @@ class Engine:
         Returns:
             the losses of this rank's stages by name, one dict a micro-batch: fp32 scalars, divided by their counts.
         """
+        batches = self._with_reference(batches)
         parallel = self.config.parallel
         sync = parallel.grad_sync == "every" and not parallel.defers_weights
         for chunk in self.chunks:
@@ -89,7 +105,7 @@ class Engine:
 
     def evaluate(self, batches: Sequence[PackedBatch]) -> list[Losses]:
         """The same without gradients, and as plain sums."""
-        return self._run(batches, {}, training=False)
+        return self._run(self._with_reference(batches), {}, training=False)
 
     def ask(self, batches: Sequence[PackedBatch], asks: Asks) -> list[Losses]:
         """The `answers` of every micro-batch on the ranks of the last stage; empty on the others."""
@@ -156,7 +172,29 @@ class Engine:
         wanted = any(chunk.predicts or chunk.lm_head is not None for chunk in self.chunks)
         count = self.config.losses.mtp_steps if wanted and asks == "losses" else 0
         steps = tuple(self._mtp_input(batch, pack, step) for step in range(1, 1 + count))
-        return MicroBatch(upload(batch.tokens, self.device), upload(labels, self.device), pack, scales, steps, asks)
+        tokens, labels = upload(batch.tokens, self.device), upload(labels, self.device)
+        pairs = self._pairs(batch) if self.config.preference.is_dpo and asks == "losses" else None
+        return MicroBatch(tokens, labels, pack, scales, steps, asks, pairs)
+
+    def _with_reference(self, batches: Sequence[PackedBatch]) -> Sequence[PackedBatch]:
+        """The same packs; pairs without a reference get the one of the model without its adapters, by a forward."""
+        if not self.config.preference.is_dpo or all(batch.reference is not None for batch in batches):
+            return batches
+        with without_adapters(self.chunks):
+            found = self.ask(batches, "log-probs")
+        for router in (router for chunk in self.chunks for router in chunk.routers()):
+            router.counts.zero_()  # the step's own forward counts
+        nothing = torch.zeros(len(batches[0].tokens), device=self.device)  # before the last stage, where it is not used
+        known = [answers.get("log_probs", nothing) for answers in found]
+        return [
+            replace(batch, reference=by_document(values, upload(batch.documents, self.device), len(batch.doc_lengths)))
+            for batch, values in zip(batches, known, strict=True)
+        ]
+
+    def _pairs(self, batch: PackedBatch) -> Pairs:
+        assert batch.reference is not None
+        parts = batch.documents, batch.targets_by_document, batch.reference
+        return Pairs(*(upload(part, self.device) for part in parts))
 
     def _mtp_input(self, batch: PackedBatch, pack: PackRows, step: int) -> MtpInput:
         model, rope = self.config.model, None

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
 from megatron_glm.config import RunConfig
-from megatron_glm.data.packing import PackedBatch, best_fit, build_batch
+from megatron_glm.data.packing import PackedBatch, build_batch
+from megatron_glm.training.answers import answers_of, deal
 from megatron_glm.training.engine import Engine
 
 
@@ -61,54 +60,26 @@ def generate(
 
     Raises: FloatingPointError if a log-probability is not finite.
     """
+    length, dp = engine.config.data.seq_length, engine.groups.dp.size()
     completions = [Completion(prompt) for prompt in prompts]
-    packs = deal([len(prompt) + max_new_tokens for prompt in prompts], engine.config.data.seq_length, engine)
+    packs = deal([len(prompt) + max_new_tokens for prompt in prompts], length, dp)
+
+    def build(pack: int) -> PackedBatch:
+        documents = [np.concatenate([each.prompt, np.array(each.tokens, np.int64)]) for each in running[pack]]
+        return build_batch([(ids, np.zeros(len(ids), bool)) for ids in documents], length)
+
     while not all(completion.ended for completion in completions):
-        running = [[i for i in pack if not completions[i].ended] for pack in packs]
-        found = ask_next(engine, [[completions[i] for i in pack] for pack in running])
-        for pack, answers in zip(running, found, strict=True):
-            for i, (token, log_prob) in zip(pack, answers, strict=True):
+        running = [[completions[i] for i in pack if not completions[i].ended] for pack in packs]
+        tokens, log_probs = answers_of(engine, build, len(packs), "next tokens")
+        for pack, documents in enumerate(running):
+            last = -1
+            for each in documents:
+                last += len(each.prompt) + len(each.tokens)
+                log_prob = log_probs[pack, last].item()
                 if not math.isfinite(log_prob):
+                    number = next(i for i, other in enumerate(completions) if other is each)
                     raise FloatingPointError(
-                        f"prompt {i}: the log-probability of new token {len(completions[i].tokens)} is {log_prob}"
+                        f"prompt {number}: the log-probability of new token {len(each.tokens)} is {log_prob}"
                     )
-                completions[i].add(token, log_prob, ends, max_new_tokens)
+                each.add(int(tokens[pack, last]), log_prob, ends, max_new_tokens)
     return completions
-
-
-def deal(lengths: Sequence[int], pack_length: int, engine: Engine) -> list[list[int]]:
-    """Packs of documents, by their numbers; empty ones fill up what the data ranks run together."""
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    pack_of = best_fit([lengths[i] for i in order], pack_length)
-    count, dp = int(pack_of.max()) + 1, engine.groups.dp.size()
-    packs: list[list[int]] = [[] for _ in range(-(-count // dp) * dp)]
-    for i, pack in zip(order, pack_of.tolist(), strict=True):
-        packs[pack].append(i)
-    return packs
-
-
-def ask_next(engine: Engine, packs: Sequence[Sequence[Completion]]) -> list[list[tuple[int, float]]]:
-    """(next token, its log-probability) of each completion of each pack, on all ranks."""
-    groups = engine.groups
-    mine = range(groups.dp.rank(), len(packs), groups.dp.size())
-    found = engine.ask([_batch(packs[p], engine.config.data.seq_length) for p in mine], "next tokens")
-    # The last stage knows them. Each fills its places of what is otherwise zero, and the sum is known to all.
-    places = [(p, k) for p, pack in enumerate(packs) for k in range(len(pack))]
-    tokens = torch.zeros(len(places), dtype=torch.int64)
-    log_probs = torch.zeros(len(places), dtype=torch.float64)
-    if groups.tp_cp.rank() == 0:
-        for p, answers in zip(mine, found, strict=True):
-            if answers:
-                last = np.cumsum([len(each.prompt) + len(each.tokens) for each in packs[p]], dtype=np.int64) - 1
-                at = [i for i, place in enumerate(places) if place[0] == p]
-                tokens[at] = answers["tokens"].cpu()[last]
-                log_probs[at] = answers["log_probs"].cpu()[last].double()
-    dist.all_reduce(tokens, group=groups.gloo_world)
-    dist.all_reduce(log_probs, group=groups.gloo_world)
-    known = dict(zip(places, zip(tokens.tolist(), log_probs.tolist(), strict=True), strict=True))
-    return [[known[p, k] for k in range(len(pack))] for p, pack in enumerate(packs)]
-
-
-def _batch(pack: Sequence[Completion], pack_length: int) -> PackedBatch:
-    documents = [np.concatenate([each.prompt, np.array(each.tokens, np.int64)]) for each in pack]
-    return build_batch([(ids, np.zeros(len(ids), bool)) for ids in documents], pack_length)

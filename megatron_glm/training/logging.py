@@ -151,7 +151,7 @@ class IterationLog:
             f" {unit}/GPU: {flops / rank_seconds / size:.3f} |{_of_peak(record, flops / rank_seconds)}"
             f" learning rate: {record['learning_rate']:.6E} |"
             f" global batch size: {record['global_batch_size']:5d} |"
-            f"{_means(steps)}{_mtp(record)}"
+            f"{_means(steps)}{_rewards(record)}{_mtp(record)}"
             f" grad norm: {record['grad_norm']:.3f} |"
             f" peak memory (GiB): {peak_memory_bytes() / 2**30:.2f} |"
         )
@@ -163,7 +163,7 @@ class IterationLog:
 def _means(steps: Sequence[dict[str, Any]]) -> str:
     """The losses of these iterations' records, and what is like them, each the mean over those that have it."""
     text = ""
-    for name in ("lm_loss", "indexer_loss", "indexer_recall", "moe_aux_loss", "moe_z_loss"):
+    for name in ("lm_loss", "dpo_loss", "indexer_loss", "indexer_recall", "moe_aux_loss", "moe_z_loss"):
         if values := [step[name] for step in steps if name in step]:
             text += f" {name.replace('_', ' ')}: {sum(values) / len(values):.6E} |"
     return text
@@ -174,6 +174,13 @@ def _of_peak(record: dict[str, Any], flops: float) -> str:
     if "fp8_share" not in record or (seconds := seconds_at_peak(flops, record["fp8_share"])) is None:
         return ""
     return f" share of peak: {seconds:.3f} |"
+
+
+def _rewards(record: dict[str, Any]) -> str:
+    """Of the last step's pairs of answers, where there are any, by the names of TRL."""
+    return "".join(
+        f" rewards/{kind}: {record['rewards'][kind]:.4f} |" for kind in ("accuracies", "margins") if "rewards" in record
+    )
 
 
 def _mtp(record: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from megatron_glm.data.packing import PackedBatch
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.training.batch_size import batch_size, iterations_for, iterations_within
 from megatron_glm.training.checkpointing import Progress, Saver, require_same_order, start_of_run
-from megatron_glm.training.engine import INDEXER, LM, RECALL, ROUTERS, Engine
+from megatron_glm.training.engine import DPO, INDEXER, LM, RECALL, ROUTERS, Engine
 from megatron_glm.training.evaluate import LeftOnSignal, evaluate
 from megatron_glm.training.logging import IterationLog, log
 from megatron_glm.training.lr import learning_rate
@@ -82,7 +82,7 @@ def train(
             last = iteration == train_iters or divides(config.train.exit_interval, iteration)
             if validation and (iteration == train_iters or divides(config.train.eval_interval, iteration)):
                 try:
-                    record["valid_lm_loss"] = validate(engine, validation, iteration)
+                    record |= validate(engine, validation, iteration)
                 except LeftOnSignal as caught:
                     left = caught
             iteration_log.report(record, seconds, counts.tokens, counts.flops)
@@ -102,15 +102,35 @@ def train(
             collect_garbage(config.train, iteration)
 
 
-def validate(engine: Engine, sets: Mapping[str, MicroBatches], iteration: int) -> float | dict[str, float]:
-    """The mean loss of the validation set, or of each by its name; a line in the log for each."""
-    losses = {}
+def validate(engine: Engine, sets: Mapping[str, MicroBatches], iteration: int) -> dict[str, Any]:
+    """Records of the validation set, or of each by its name, for the log; a line in it for each."""
+    records: dict[str, Any] = {}
     for name, data in sets.items():
         found, tokens = evaluate_once(engine, data)
-        losses[name] = found[LM]
         which = "" if name == UNNAMED_SET else f" {name}"
-        log(f" validation{which} at iteration {iteration} | lm loss: {losses[name]:.6E} | tokens: {tokens}")
-    return losses[UNNAMED_SET] if list(losses) == [UNNAMED_SET] else losses
+        line = f" validation{which} at iteration {iteration} | lm loss: {found[LM]:.6E} | tokens: {tokens}"
+        log(line + pairs_line(found, "E"))
+        for key, value in ({"lm_loss": found[LM]} | pairs_record(found)).items():
+            records.setdefault(f"valid_{key}", {})[name] = value
+    return {key: value[UNNAMED_SET] if list(sets) == [UNNAMED_SET] else value for key, value in records.items()}
+
+
+def pairs_record(losses: Mapping[str, float]) -> dict[str, Any]:
+    """What is reported of pairs of answers: dpo_loss, and TRL's rewards and logps by kind; empty without pairs."""
+    record: dict[str, Any] = {"dpo_loss": losses[DPO]} if DPO in losses else {}
+    for name, value in losses.items():
+        if "/" in name:
+            what, kind = name.split("/")
+            record.setdefault(what, {})[kind] = value
+    return record
+
+
+def pairs_line(losses: Mapping[str, float], form: str = "f") -> str:
+    """The same for the screen, without the log-probabilities."""
+    if DPO not in losses:
+        return ""
+    rewards = [f"{name}: {losses[name]:.6f}" for name in ("rewards/accuracies", "rewards/margins")]
+    return " | ".join(["", f"dpo loss: {losses[DPO]:.6{form}}", *rewards])
 
 
 def report_losses(engine: Engine, sets: Mapping[str, MicroBatches]) -> None:
@@ -119,7 +139,7 @@ def report_losses(engine: Engine, sets: Mapping[str, MicroBatches]) -> None:
         found, tokens = evaluate_once(engine, data)
         mtp = [f"{loss:.6f}" for loss in by_step(found, "mtp")]
         more = f" | mtp losses: {' '.join(mtp)}" if mtp else ""
-        log(f"{name} | lm loss: {found[LM]:.6f} | tokens: {tokens}{more}")
+        log(f"{name} | lm loss: {found[LM]:.6f} | tokens: {tokens}{more}{pairs_line(found)}")
 
 
 def by_step(losses: Mapping[str, float], kind: str) -> list[float]:
@@ -188,6 +208,7 @@ def next_step(
         return record | {"lm_loss": None, "grad_norm": None, "skipped": result.fault}
     record |= {f"{name}_loss": loss for name, loss in result.losses.items() if name in (LM, INDEXER)}
     record |= {key: result.losses[name] for name, key in ROUTERS.items() if name in result.losses}
+    record |= pairs_record(result.losses)
     if counts.losses.get(RECALL):  # no row of the step may see enough keys
         record["indexer_recall"] = result.losses[RECALL]
     if config.losses.mtp_steps:

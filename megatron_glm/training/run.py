@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from megatron_glm.config import RunConfig
 from megatron_glm.data.cache import Once
-from megatron_glm.training.agreement import require_same, require_same_data
+from megatron_glm.parallel.groups import ParallelGroups
+from megatron_glm.training.agreement import require_same_data
 from megatron_glm.training.checkpointing import load_checkpoint
 from megatron_glm.training.datasets import DataSets, Log
 from megatron_glm.training.engine import Engine
@@ -17,16 +18,16 @@ from megatron_glm.training.optimizer import build_optimizer
 from megatron_glm.training.turns import once_per_node
 
 
-def forward_engine(config: RunConfig, facts: Mapping[str, str]) -> Engine:
+def forward_engine(config: RunConfig, prepare: Callable[[RunConfig, ParallelGroups], RunConfig]) -> Engine:
     """The engine of a run that trains nothing, with the weights of --load or --load-hf.
 
     Args:
-        facts: what else must be the same on all ranks, by name.
-    Raises: what `initialize` and `load_checkpoint` raise, on all ranks.
+        prepare: called before the model is made; returns the configuration, which may have packs of another length.
+    Raises: what `initialize`, `prepare` and `load_checkpoint` raise, on all ranks.
     """
     config = choose_backend(config)
     groups = initialize(config)
-    require_same(groups.checkpoint, facts)
+    config = prepare(config, groups)
     engine = Engine(config, groups, build_chunks(config, groups))
     load_checkpoint(config, groups, engine.chunks)
     return engine
