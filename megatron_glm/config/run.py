@@ -180,8 +180,8 @@ class RunConfig:
             raise ValueError("--overlong split with --loss dpo: an answer is one document; give truncate or refuse")
         if not self.preference.reference_logprobs and not self.lora.lora_rank:
             raise ValueError(
-                "--loss dpo needs a reference: --reference-logprobs, which tools/score.py makes of the same rows and the "
-                "reference model, or --lora-rank, where the model without adapters is the reference"
+                "--loss dpo needs a reference: --reference-logprobs, which tools/score.py makes of the same rows, or "
+                "--lora-rank, where the model without adapters is the reference"
             )
         others = {
             "--mtp-num-steps": self.losses.mtp_steps,

@@ -96,6 +96,11 @@ NAMES = {
     "--moe-ffn-hidden-size {}": "moe-intermediate-size",
     "--num-experts {}": "n-routed-experts num-local-experts",
     "--moe-router-topk {}": "num-experts-per-tok",
+    "--dpo-beta {}": "pref-beta beta",
+    "--dpo-loss-type {}": "loss-type",
+    "--dpo-sft-loss-weight {}": "rpo-alpha sft-loss-weight pref-ftx",
+    "--dpo-average-log-probs": "preference-average-log-probs",
+    "--loss {}": "pref-loss rlhf-type",
     "--dry-run": "estimate-memory plan",
 }
 
@@ -134,5 +139,7 @@ REASONS = {
     "early-stopping-patience greater-is-better",
     "no code is loaded from a model's folder": "trust-remote-code custom-model-path",
     "settings are flags; a script holds them in arrays, as in examples/": "config config-file config-path yaml",
-    "there are no preference losses yet": "pref-beta pref-loss beta dpo-beta loss-type reward-model ref-model rl",
+    "the reference of --loss dpo is --reference-logprobs, or the model without its adapters": "ref-model ref-adapters "
+    "ref-adapter-name precompute-ref-log-probs reference-model",
+    "there is no reinforcement learning": "reward-model rl",
 }

@@ -58,7 +58,10 @@ def parse_row(raw: RawRow, ignored: Collection[str] = ()) -> tuple[dict, tuple[s
             "--ignore-keys to train on all of the text"
         )
     if shape:
-        raise ValueError(f"{'+'.join(shape[0])} is no kind of row that is read ({kinds}); convert each with {shape[1]}")
+        pairs = ", or train on pairs of answers with --loss dpo" if "chosen" in shape[0] else ""
+        raise ValueError(
+            f"{'+'.join(shape[0])} is no kind of row that is read ({kinds}); convert each with {shape[1]}{pairs}"
+        )
     raise ValueError(
         f"the row has the keys {sorted(row)} and is of no known kind ({kinds}); convert each, as with row = "
         '{"prompt": row["QUESTION"], "completion": row["ANSWER"]}'

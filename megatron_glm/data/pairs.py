@@ -12,8 +12,8 @@ import numpy as np
 from .ids import TokenRow, integers
 from .kinds import COMPLETION, TOKENS
 from .messages import parsed
-from .packing import IGNORE
 
+NO_LOSS = -100  # label of a token of the prompt
 SIDES = ("chosen", "rejected")
 # columns of the two answers, in the order of SIDES; those with what is before them come first
 ANSWERS = (SIDES, ("preferred_output", "non_preferred_output"))
@@ -151,7 +151,7 @@ def _of_ids(row: dict, columns: tuple[str, str, str]) -> tuple[Sides, tuple[str,
     if prompt in row:
         before = integers(row[prompt], prompt)
         ids = [np.concatenate([before, answer]) for answer in answers]
-        made = [np.concatenate([np.full(len(before), IGNORE), answer]) for answer in answers]
+        made = [np.concatenate([np.full(len(before), NO_LOSS), answer]) for answer in answers]
         used = columns
     elif {*labels} <= row.keys():
         ids, made, used = answers, [integers(row[name], name) for name in labels], (*names, *labels)

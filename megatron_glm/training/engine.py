@@ -193,8 +193,8 @@ class Engine:
 
     def _pairs(self, batch: PackedBatch) -> Pairs:
         assert batch.reference is not None
-        parts = batch.documents, batch.targets_by_document, batch.reference
-        return Pairs(*(upload(part, self.device) for part in parts))
+        documents, tokens = (upload(part, self.device) for part in (batch.documents, batch.targets_by_document))
+        return Pairs(documents, tokens, batch.reference.to(self.device))
 
     def _mtp_input(self, batch: PackedBatch, pack: PackRows, step: int) -> MtpInput:
         model, rope = self.config.model, None
