@@ -124,7 +124,7 @@ def training_flops(
     total = (1 if frozen else 3) * trunk + 3 * mtp + (0 if dense else scores + mtp_scores)
     if losses.mtp_detaches or losses.train_only == "mtp":  # the head's weight has no gradient of the steps
         total -= sum(head_flops(config, max(0, n - step)) for n in lengths for step in range(1, 1 + losses.mtp_steps))
-    return total + indexer_loss_flops(seen, lengths, indexer)
+    return total + indexer_loss_flops(seen, lengths, indexer, losses.mtp_steps)
 
 
 def fp8_flops(config: ModelConfig, fp8: Fp8Config, tokens: int, losses: LossConfig = NEXT_TOKEN) -> int:
@@ -141,15 +141,23 @@ def fp8_flops(config: ModelConfig, fp8: Fp8Config, tokens: int, losses: LossConf
     return total * tokens
 
 
-def indexer_loss_flops(config: ModelConfig, lengths: Sequence[int], indexer: IndexerConfig) -> int:
+def indexer_loss_flops(config: ModelConfig, lengths: Sequence[int], indexer: IndexerConfig, mtp_steps: int = 0) -> int:
     """Of the indexers' loss: scores and projections with their backward, and the products of each teacher's heads."""
     if indexer.indexer_training == "off":
         return 0
-    pairs, tokens, total = sum(attended_keys(length, config.index_topk) for length in lengths), sum(lengths), 0
-    for layer in range(config.num_hidden_layers):
-        if config.has_indexer(layer):
-            total += 3 * (2 * config.index_n_heads * config.index_head_dim * pairs)
-            total += 3 * tokens * _products(config, layer)["indexer"]
-        if indexer.taught_by(config, layer):
-            total += 2 * config.num_attention_heads * config.qk_head_dim * pairs
+    total = sum(_indexer_flops(config, layer, lengths, indexer) for layer in range(config.num_hidden_layers))
+    if indexer.indexer_training == "sparse":
+        for step in range(1, 1 + config.mtp_selections(mtp_steps)):
+            here = [max(0, length - step) for length in lengths]
+            total += _indexer_flops(config, config.num_hidden_layers, here, indexer)
+    return total
+
+
+def _indexer_flops(config: ModelConfig, layer: int, lengths: Sequence[int], indexer: IndexerConfig) -> int:
+    pairs, total = sum(attended_keys(length, config.index_topk) for length in lengths), 0
+    if config.has_indexer(layer):
+        total += 3 * (2 * config.index_n_heads * config.index_head_dim * pairs)
+        total += 3 * sum(lengths) * _products(config, layer)["indexer"]
+    if indexer.taught_by(config, layer):
+        total += 2 * config.num_attention_heads * config.qk_head_dim * pairs
     return total

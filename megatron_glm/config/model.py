@@ -82,6 +82,10 @@ class ModelConfig:
         """True where the layer scores keys itself ("full"); an MTP layer always does."""
         return layer >= self.num_hidden_layers or self.indexer_types[layer] == "full"
 
+    def mtp_selections(self, steps: int) -> int:
+        """How many of so many MTP steps select keys of their own: the first, where the others share its."""
+        return min(steps, 1) if self.index_share_for_mtp_iteration else steps
+
     def is_moe(self, layer: int) -> bool:
         """True where the MLP is a mixture of experts; it always is in an MTP layer."""
         return layer >= self.num_hidden_layers or self.mlp_layer_types[layer] == "sparse"

@@ -50,7 +50,8 @@ class RunConfig:
 
     @property
     def trained_parts(self) -> frozenset[str]:
-        """What this run trains, of "trunk" (all that computes the next token), "indexer", "mtp" and "adapters".
+        """What this run trains, of "trunk" (all that computes the next token), "indexer", "mtp", "mtp indexer" and
+        "adapters".
 
         Nothing with --eval-only: all weights are then held in the checkpoint's dtype.
         """
@@ -61,8 +62,8 @@ class RunConfig:
         stages = {"off": {"trunk"}, "warmup": {"indexer"}, "sparse": {"trunk", "indexer"}}
         if self.losses.train_only is not None:
             return frozenset({self.losses.train_only})
-        mtp = {"mtp"} if self.losses.mtp_steps else set()
-        return frozenset(stages[self.indexer.indexer_training] | mtp)
+        parts = stages[self.indexer.indexer_training] | ({"mtp"} if self.losses.mtp_steps else set())
+        return frozenset(parts | ({"mtp indexer"} if {"indexer", "mtp"} <= parts else set()))
 
     @property
     def attends_densely(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from megatron_glm.config.parameters import declared
 from megatron_glm.config.training import NEXT_TOKEN
 from megatron_glm.model.adapters import add_adapters
 from megatron_glm.model.answers import answers
-from megatron_glm.model.indexer_training import student_fields
+from megatron_glm.model.indexer_training import Losses, student_fields
 from megatron_glm.model.layer import DecoderLayer, MTPLayer
 from megatron_glm.model.micro_batch import MicroBatch
 from megatron_glm.model.moe import MoE
@@ -142,20 +141,22 @@ class GLMChunk(ModelChunk):
             hidden = carry["hidden"]
         topk = gather_values(carry["topk"], self.groups.tp) if "topk" in carry else None
         student = tuple(carry[name] for name in self.student_names if name in carry)
-        losses, of_layers = {}, defaultdict[str, list[Tensor]](list)
+        losses: Losses = {}
+        of_layers: list[Losses] = []
         for layer_id in self.layer_ids:
             layer = self.layers[str(layer_id)]
             hidden, topk, expert_ids, student, added = run_layer(self.recompute, layer, hidden, pack, topk, student)
             if expert_ids is not None:
                 self.router(layer_id).count(expert_ids)
-            for name, value in added.items():
-                of_layers[name].append(value)
-        for name, values in of_layers.items():
-            losses[name] = self._over_tp(torch.stack(values).sum() * batch.scale(name))
+            of_layers.append(added)
         main = hidden if self.norm is None else self.norm(hidden)
         drafts: Sequence[Tensor] = carry["drafts"].unbind() if "drafts" in carry else ()
         if self.predicts and batch.ahead:
-            drafts = self._drafts(main, batch)
+            drafts, of_mtp = self._drafts(main, batch)
+            of_layers += of_mtp
+        for name in dict.fromkeys(name for added in of_layers for name in added):
+            values = [added[name] for added in of_layers if name in added]
+            losses[name] = self._over_tp(torch.stack(values).sum() * batch.scale(name))
         if self.lm_head is not None and batch.labels is not None:
             losses |= self._predict(main, drafts, batch)
         if self.lm_head is not None:
@@ -171,15 +172,15 @@ class GLMChunk(ModelChunk):
         others = sum_over(loss.detach().clone(), self.groups.tp) - loss.detach()
         return loss + others
 
-    def _drafts(self, main: Tensor, batch: MicroBatch) -> list[Tensor]:
-        """Hidden states [t/TP, D] of each MTP step, from the trunk's behind the last norm."""
+    def _drafts(self, main: Tensor, batch: MicroBatch) -> tuple[list[Tensor], list[Losses]]:
+        """Hidden states [t/TP, D] of each MTP step, from the trunk's behind the last norm; and its losses by name."""
         [number] = self.config.mtp_layer_ids
         layer = self.layers[str(number)]
         assert isinstance(layer, MTPLayer) and isinstance(self.embed_tokens, VocabParallelEmbedding)
         shares = self.config.index_share_for_mtp_iteration
         return draft(self.losses, shares, batch, main, self.embed_tokens, layer, self.recompute)
 
-    def _predict(self, main: Tensor, steps: Sequence[Tensor], batch: MicroBatch) -> dict[str, Tensor]:
+    def _predict(self, main: Tensor, steps: Sequence[Tensor], batch: MicroBatch) -> Losses:
         """The losses of the last chunk, from normed hidden states [t/TP, D] of the trunk and of the MTP steps."""
         assert self.lm_head is not None and batch.labels is not None
         pack, chunk_size = batch.pack, self.kernels.loss_chunk_size

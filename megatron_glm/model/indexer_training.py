@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_glm.config import IndexerConfig
+from megatron_glm.config import IndexerConfig, RunConfig
 from megatron_glm.config.model import ModelConfig
 from megatron_glm.model.pack import PackRows
 from megatron_glm.ops.indexer_loss import (
@@ -74,11 +74,13 @@ def student_fields(
 class IndexerTeaching:
     """The teaching of one layer; heads: of this rank, N = nope, scale: of the attention's scores."""
 
-    def __init__(
-        self, config: IndexerConfig, model: ModelConfig, layer: int, groups: ParallelGroups, backend: str
-    ) -> None:
-        self.config, self.groups, self.backend = config, groups, backend
-        self.weight = config.taught_by(model, layer)
+    def __init__(self, run: RunConfig, layer: int, groups: ParallelGroups) -> None:
+        self.config, self.groups, self.backend = run.indexer, groups, run.kernels.attention_backend
+        model = run.model
+        self.weight = self.config.taught_by(model, layer)
+        self.mtp = layer >= model.num_hidden_layers
+        if self.mtp:
+            self.weight /= model.mtp_selections(run.losses.mtp_steps)
         self.heads, self.nope = model.num_attention_heads, model.qk_nope_head_dim
         self.scale = model.qk_head_dim**-0.5
 
@@ -91,7 +93,10 @@ class IndexerTeaching:
         """
         if self.config.indexer_training == "warmup":
             return iq, shard_key, w
-        return (student_log_probs(iq, ik, w, self._keys(topk, pack)[pack.shard], self.backend),)
+        keys = self._keys(topk, pack)[pack.shard]
+        if self.mtp and pack.valid is not None:  # rows without an input token
+            keys = keys.masked_fill(~pack.valid.unsqueeze(1), -1)
+        return (student_log_probs(iq, ik, w, keys, self.backend),)
 
     def losses(
         self,
@@ -114,6 +119,8 @@ class IndexerTeaching:
         if self.config.indexer_training == "sparse":
             keys = self._keys(topk, pack)
             teacher = keep_product(lambda: self._selected_teacher(attended, kv, to_key, keys))
+            if self.mtp and pack.valid is not None:
+                teacher = teacher * pack.valid.unsqueeze(1)
             (log_probs,) = student
             return {"indexer": self.weight * selected_kl(log_probs, teacher, self.config.coefficient)}
         loss, recall = self._dense_loss(student, attended, kv, to_key, pack)

@@ -74,6 +74,7 @@ class MTPOutput(NamedTuple):
     topk: Tensor | None
     latents: Tensor  # [T, C+R] that the step has attended to
     expert_ids: Tensor | None
+    losses: Losses  # as of a decoder layer
 
 
 class MTPLayer(DecoderLayer):
@@ -99,4 +100,5 @@ class MTPLayer(DecoderLayer):
         """
         x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(previous)], dim=-1))
         output, latents = self._run(x, pack, topk, (), latents)
-        return MTPOutput(self.shared_head["norm"](output.hidden), output.topk, latents, output.expert_ids)
+        hidden = self.shared_head["norm"](output.hidden)
+        return MTPOutput(hidden, output.topk, latents, output.expert_ids, output.losses)

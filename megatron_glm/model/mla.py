@@ -46,8 +46,9 @@ class MLA(nn.Module):
         self.kv_b_proj = ColumnParallelLinear(self.latent, heads * (self.nope + self.value), tp)
         self.o_proj = RowParallelLinear(heads * self.value, config.hidden_size, tp, kept=True)
         self.indexer = Indexer(config, tp, groups.tp_cp, backend) if config.has_indexer(layer) else None
-        teaches = run.indexer.indexer_training != "off" and layer < config.num_hidden_layers
-        self.teaching = IndexerTeaching(run.indexer, config, layer, groups, backend) if teaches else None
+        mode, mtp = run.indexer.indexer_training, layer >= config.num_hidden_layers
+        teaches = mode == "sparse" and run.losses.mtp_steps > 0 if mtp else mode != "off"
+        self.teaching = IndexerTeaching(run, layer, groups) if teaches else None
 
     def forward(
         self,
@@ -71,8 +72,8 @@ class MLA(nn.Module):
         cp_without_tp = self.groups.cp.size() > 1 and self.groups.tp.size() == 1  # q communicates under TP
         kv = None if latents is not None else beside(cp_without_tp, lambda x: self._latents(x, pack), x)
         qr = self.q_a_layernorm(self.q_a_proj(x))
-        teaching = self.teaching if torch.is_grad_enabled() else None
-        if (indexer := self.indexer) is not None and kv is not None and teaching is not None:
+        teaching = self.teaching if torch.is_grad_enabled() and kv is not None else None
+        if (indexer := self.indexer) is not None and teaching is not None:
             topk, student = self._choose(indexer, teaching, x, qr, pack)
         elif indexer is not None and kv is not None and pack.sparse is not None:
             topk = keep_choice(lambda: indexer(x, qr, pack))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_glm.config import LossConfig
+from megatron_glm.model.indexer_training import Losses
 from megatron_glm.model.layer import MTPLayer, MTPOutput
 from megatron_glm.model.micro_batch import MicroBatch
 from megatron_glm.model.moe import MoE
@@ -30,8 +31,8 @@ def draft(
     embed: VocabParallelEmbedding,
     layer: MTPLayer,
     recompute: str,
-) -> list[Tensor]:
-    """Hidden states [t/TP, D] of each MTP step, from which the head predicts.
+) -> tuple[list[Tensor], list[Losses]]:
+    """Hidden states [t/TP, D] of each MTP step, from which the head predicts, and what it adds to losses by name.
 
     Args:
         shares: whether later steps attend to the keys of the first.
@@ -39,6 +40,7 @@ def draft(
         recompute: granularity, see `run_layer`.
     """
     found: list[Tensor] = []
+    added: list[Losses] = []
     hidden, topk, latents = main.detach() if losses.mtp_detaches else main, None, None
     for step in batch.ahead:
         with torch.set_grad_enabled(torch.is_grad_enabled() and not losses.mtp_detaches):
@@ -47,10 +49,11 @@ def draft(
         if isinstance(layer.mlp, MoE) and output.expert_ids is not None:
             layer.mlp.gate.count(output.expert_ids)
         hidden = output.hidden
+        added.append(output.losses)
         if shares:
             topk, latents = output.topk, output.latents
         found.append(hidden)
-    return found
+    return found, added
 
 
 def predictions(losses: LossConfig, batch: MicroBatch, hidden: Sequence[Tensor]) -> list[Prediction]:

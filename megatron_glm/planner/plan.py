@@ -292,7 +292,9 @@ class Plan:
         kept = student + sum(layer_kept(model, layer, s, granularity) for layer in stage.layers)
         if stage.mtp and self.config.losses.mtp_steps:  # and of each step the hidden states, embeddings and their pair
             step = layer_kept(model, model.num_hidden_layers, s, granularity) + 4 * s.shard * model.hidden_size * s.b
-            kept += self.config.losses.mtp_steps * step
+            steps = self.config.losses.mtp_steps
+            taught = indexer_kept(indexer, model, model.num_hidden_layers, s, granularity)
+            kept += steps * step + model.mtp_selections(steps) * taught
         if stage.head and not stage.mtp:  # the hidden states of the steps, with the trunk's
             kept += self.config.losses.mtp_steps * s.shard * model.hidden_size * s.b
         return arrived + kept

@@ -24,7 +24,7 @@ def never_trained(config: RunConfig) -> frozenset[str]:
 def warn_of_untrained(config: RunConfig) -> None:
     """A line if random weights choose the keys that rows attend to, and one for an MTP layer that is not trained.
 
-    The MTP layer has an indexer of its own, which no stage trains yet.
+    The MTP layer has an indexer of its own, which the sparse stage trains.
     """
     parts = never_trained(config)
     if config.selects and "indexer" in parts:
@@ -33,10 +33,10 @@ def warn_of_untrained(config: RunConfig) -> None:
             f"than {config.model.index_topk}. Pre-train with --attention dense, then --indexer-training warmup, then "
             "sparse (docs/pretraining.md)"
         )
-    if config.selects and "mtp" in config.trained_parts and "mtp indexer" in parts:
+    if config.selects and "mtp" in config.trained_parts and "mtp indexer" in parts - config.trained_parts:
         log(
-            "warning: the MTP layer's own indexer was never trained, nor is it here: its random weights choose "
-            f"the keys of the MTP layer's rows that see more than {config.model.index_topk}"
+            "warning: the MTP layer's own indexer was never trained: its random weights choose the keys of the layer's "
+            f"rows that see more than {config.model.index_topk}. --indexer-training sparse trains it"
         )
     if config.model.mtp_layer_ids and "mtp" not in config.trained_parts and not config.train.eval_only:
         state = "warning: the MTP layer was never trained, and" if "mtp" in parts else "the MTP layer stays as it is,"

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from megatron_glm.config import IndexerConfig, ParallelConfig, RunConfig
+from megatron_glm.config import IndexerConfig, LossConfig, ParallelConfig, RunConfig
 from tests import distributed
 from tests.parity.layouts import Result, clear_reference, parity_model, run_config, train_layouts
 from tests.parity.test_layouts import EVERY, FULL, SELECTIVE, compare, layout
@@ -18,15 +18,16 @@ TRAINING = {
     "sparse": IndexerConfig("sparse", dsa_indexer_loss_coeff=0.1),
     "warmup": IndexerConfig("warmup", dsa_indexer_loss_coeff=0.1),
     "own": IndexerConfig("sparse", "own", dsa_indexer_loss_coeff=0.1, indexer_loss_rows="sparse"),
+    "mtp": IndexerConfig("sparse", dsa_indexer_loss_coeff=0.1),  # with two steps, the second on the keys of the first
 }
 # Groups of layers 0-2 and 3: two stages cut the first one.
 GRID = {
     2: {
-        "tp2": ("sparse", "warmup", "own"),
-        "cp2": ("sparse", "warmup"),
+        "tp2": ("sparse", "warmup", "own", "mtp"),
+        "cp2": ("sparse", "warmup", "mtp"),
         "pp2": ("sparse", "warmup", "own"),
         "dp2": ("sparse", "warmup"),
-        "pp2 vp2 full recompute": ("sparse",),
+        "pp2 vp2 full recompute": ("sparse", "mtp"),
         "tp2 selective recompute": ("sparse",),
     },
     4: {"tp2 cp2": ("sparse", "warmup"), "tp2 pp2 vp2 zero-bubble": ("sparse",), "dp2 pp2 vp2": ("sparse", "warmup")},
@@ -45,7 +46,8 @@ LAYOUTS = {
 
 
 def configuration(mode: str, parallel: ParallelConfig, seed: int) -> RunConfig:
-    config = replace(run_config(parity_model(4), parallel, 4, seed), indexer=TRAINING[mode])
+    model, losses = parity_model(4, index_share_for_mtp_iteration=True), LossConfig(2 if mode == "mtp" else 0)
+    config = replace(run_config(model, parallel, 4, seed), indexer=TRAINING[mode], losses=losses)
     rate = 0.0 if mode == "warmup" else config.optimizer.moe_router_bias_update_rate
     return replace(config, optimizer=replace(config.optimizer, moe_router_bias_update_rate=rate))
 
@@ -74,6 +76,7 @@ def test_layout_trains_the_indexer_as_one_process(world_size, name, mode):
     compare(result, expected)
     for ours, one in zip(result.others, expected.others, strict=True):
         assert ours == pytest.approx(one, rel=1e-5)
-        assert set(one) == ({"indexer", "recall"} if mode == "warmup" else {"indexer"})
+        others = {"mtp": {"mtp_1", "mtp_2", "accepted_1", "accepted_2"}, "warmup": {"recall"}}
+        assert set(one) == {"indexer", *others.get(mode, ())}
     indexers = {name for name in expected.gradients if ".indexer." in name}
-    assert len(indexers) == 10 and (mode != "warmup" or set(expected.gradients) == indexers)
+    assert len(indexers) == (15 if mode == "mtp" else 10) and (mode != "warmup" or set(expected.gradients) == indexers)

@@ -1,5 +1,7 @@
 """FLOPs against sums over single rows, and against the figures of the released model."""
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_glm.config import IndexerConfig, LossConfig, ModelConfig
@@ -75,6 +77,14 @@ def test_the_indexers_training_costs_what_its_pairs_do():
     assert more == 21 * (3 * 2 * 32 * 128 * pairs + projections) + 78 * 2 * 64 * 256 * pairs
     own = training_flops(config, [length], indexer=IndexerConfig("sparse", "own")) - base
     assert more - own == 57 * 2 * 64 * 256 * pairs
+    for shares, selections in ((True, [1]), (False, [1, 2, 3])):  # of three MTP steps
+        model = replace(config, index_share_for_mtp_iteration=shares)
+        with_mtp, lengths = LossConfig(3), [length - step for step in selections]
+        mtp = training_flops(model, [length], with_mtp, IndexerConfig("sparse"))
+        mtp -= training_flops(model, [length], with_mtp)
+        pairs_of_steps, rows = sum(attended_keys(n, 2048) for n in lengths), sum(lengths)
+        of_mtp = (3 * 2 * 32 * 128 + 2 * 64 * 256) * pairs_of_steps + projections // length * rows
+        assert mtp - more == of_mtp
     dense = training_flops(config, [length], dense=True)
     warm = training_flops(config, [length], indexer=IndexerConfig("warmup"), dense=True)
     assert (

@@ -84,6 +84,8 @@ def test_training_around_an_untrained_indexer_is_warned_of_by_name(capsys):
     pretrain(train_iters=1, mtp_num_steps=1)
     out = capsys.readouterr().out
     assert WARNING in out and MTP_WARNING in out
+    pretrain(train_iters=2, mtp_num_steps=1, indexer_training="sparse", save="joint")
+    assert MTP_WARNING not in capsys.readouterr().out and state("joint")["never_trained"] == []
     pretrain(train_iters=1, mtp_num_steps=1, attention="dense")
     assert MTP_WARNING not in capsys.readouterr().out
 

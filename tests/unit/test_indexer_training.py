@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_glm.config import IndexerConfig, KernelConfig, ParallelConfig, RunConfig
+from megatron_glm.config import IndexerConfig, KernelConfig, LossConfig, ParallelConfig, RunConfig
 from megatron_glm.model import indexer_training
 from megatron_glm.model.glm import GLMChunk
-from megatron_glm.model.micro_batch import MicroBatch
+from megatron_glm.model.micro_batch import MicroBatch, MtpInput
 from megatron_glm.model.pack import PackRows
 from megatron_glm.ops.indexer_loss import recalled
 from megatron_glm.ops.rope import apply_rope
@@ -24,9 +24,9 @@ CONFIG = small_config(num_hidden_layers=5, indexer_types=("full", "shared", "sha
 SPARSE, WARMUP = IndexerConfig("sparse"), IndexerConfig("warmup")
 
 
-def make_chunk(training: IndexerConfig, recompute: str = "none", config=CONFIG) -> GLMChunk:
+def make_chunk(training: IndexerConfig, recompute: str = "none", config=CONFIG, mtp_steps: int = 0) -> GLMChunk:
     parallel, kernels = ParallelConfig(recompute_granularity=recompute), KernelConfig("torch", loss_chunk_size=16)
-    run = RunConfig(config, parallel=parallel, kernels=kernels, indexer=training)
+    run = RunConfig(config, parallel=parallel, kernels=kernels, indexer=training, losses=LossConfig(mtp_steps))
     stage = Stage(tuple(range(config.num_hidden_layers)), embedding=True, head=True, mtp=True)
     chunk = GLMChunk(run, single_groups(), stage, make_dispatcher(run, single_groups()))
     generator = torch.Generator().manual_seed(0)
@@ -46,6 +46,24 @@ def run(chunk: GLMChunk, lengths=LENGTHS, dense_rows: str | None = None, config=
     labels = torch.where(torch.arange(TOTAL) < sum(lengths), tokens.roll(-1), -100)
     chunk.zero_grad()
     _, losses = chunk(MicroBatch(tokens, labels, pack, {"lm": 0.1, "indexer": 0.5}), {})
+    torch.autograd.backward([loss for loss in losses.values() if loss.requires_grad])
+    found = {name: p.grad.clone() for name, p in chunk.named_parameters() if p.grad is not None}
+    return found | {name: loss.detach() for name, loss in losses.items()}
+
+
+def run_mtp(chunk: GLMChunk, steps: int) -> dict[str, Tensor]:
+    """`run` with MTP steps: step k has the token k further, and its rows without one are padding."""
+    tokens = torch.randint(0, CONFIG.vocab_size, (TOTAL,), generator=torch.Generator().manual_seed(1))
+    pack, ends = PackRows.build(CONFIG, LENGTHS, TOTAL), torch.tensor(LENGTHS).cumsum(0)
+    end = ends[torch.searchsorted(ends, torch.arange(TOTAL), right=True).clamp(max=len(ends) - 1)]
+    inputs = []
+    for step in range(1, 1 + steps):
+        there = torch.arange(TOTAL) + step < end
+        labels = torch.where(torch.arange(TOTAL) + step + 1 < end, tokens.roll(-step - 1), -100)
+        inputs.append(MtpInput(torch.where(there, tokens.roll(-step), 0), labels, pack.mtp_step(there, None)))
+    chunk.zero_grad()
+    labels = torch.where(torch.arange(TOTAL) < sum(LENGTHS), tokens.roll(-1), -100)
+    _, losses = chunk(MicroBatch(tokens, labels, pack, {"lm": 0.1, "indexer": 0.5}, tuple(inputs)), {})
     torch.autograd.backward([loss for loss in losses.values() if loss.requires_grad])
     found = {name: p.grad.clone() for name, p in chunk.named_parameters() if p.grad is not None}
     return found | {name: loss.detach() for name, loss in losses.items()}
@@ -228,3 +246,34 @@ def test_recall_is_1_where_the_indexer_orders_keys_as_the_attention():
     assert recalled(p, scores.mul(3), seen, 8).item() == pytest.approx(3)  # rows that see more than 8 keys
     assert recalled(p, (-scores).masked_fill(scores == -torch.inf, -torch.inf), seen, 8) < 2.5
     assert recalled(p, scores, seen, 20) == 0
+
+
+@pytest.mark.parametrize("shares", [True, False], ids=["shared", "own"])
+def test_the_mtp_layers_own_indexer_learns_from_its_own_attention(shares, monkeypatch):
+    """Rows without an input token teach nothing; each step that selects counts; all other gradients are as without."""
+    config = replace(CONFIG, index_share_for_mtp_iteration=shares, num_nextn_predict_layers=1)
+    number, steps, seen = CONFIG.num_hidden_layers, 2, []
+
+    def spy(self, student, attended, kv, to_key, topk, pack, losses=indexer_training.IndexerTeaching.losses):
+        found = losses(self, student, attended, kv, to_key, topk, pack)
+        if self.mtp:
+            p = self._selected_teacher(attended, kv, to_key, self._keys(topk, pack))
+            rows = pack.valid.nonzero().flatten()
+            kl = torch.special.xlogy(p, p) - p * student[0].detach()
+            seen.append((kl[rows].sum() * self.weight, found["indexer"].detach(), student[0], pack.valid))
+        return found
+
+    monkeypatch.setattr(indexer_training.IndexerTeaching, "losses", spy)
+    found = run_mtp(make_chunk(SPARSE, config=config, mtp_steps=steps), steps)
+    assert len(seen) == (1 if shares else steps)
+    for expected, value, log_probs, valid in seen:
+        assert value.item() == pytest.approx(expected.item(), rel=1e-6) and value > 0
+        assert valid.sum() < sum(LENGTHS) and not log_probs[~valid].any() and log_probs[valid].any()
+    trunk = run(make_chunk(SPARSE, config=config))["indexer"]
+    assert found["indexer"].item() == pytest.approx((trunk + 0.5 * sum(v for _, v, *_ in seen)).item(), rel=1e-6)
+    own = [name for name in found if name.startswith(f"layers.{number}.self_attn.indexer.")]
+    assert len(own) == 5 and all(found[name].any() for name in own)
+    full = run_mtp(make_chunk(SPARSE, "full", config, steps), steps)
+    assert full.keys() == found.keys() and all(torch.equal(full[name], found[name]) for name in found)
+    off = run_mtp(make_chunk(IndexerConfig(), config=config, mtp_steps=steps), steps)
+    assert all(torch.equal(off[name], found[name]) for name in off) and not set(own) & set(off)
