@@ -14,10 +14,10 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
-from .fp8 import Fp8Config
 from .indexer import FROZEN, IndexerConfig
 from .model import ModelConfig
 from .parameters import layer_parameters, model_parameters
+from .run import RunConfig
 from .training import NEXT_TOKEN, LossConfig
 
 
@@ -127,17 +127,19 @@ def training_flops(
     return total + indexer_loss_flops(seen, lengths, indexer, losses.mtp_steps)
 
 
-def fp8_flops(config: ModelConfig, fp8: Fp8Config, tokens: int, losses: LossConfig = NEXT_TOKEN) -> int:
+def fp8_flops(run: RunConfig, tokens: int) -> int:
     """Those FLOPs of a training step on so many tokens that are products in FP8.
 
-    MTP steps are taken to have all of the tokens. With --train-only the trunk has a forward alone.
+    MTP steps are taken to have all of the tokens. Of a frozen weight there is no gradient; where the whole trunk is
+    frozen, in the indexer's warm-up and with --train-only, it has a forward alone.
     """
     total = 0
-    for parameter in model_parameters(config).values():
-        if fp8.computes(parameter, config.num_hidden_layers):
-            trained = parameter.mtp or losses.train_only is None
-            passes = 2 + fp8.weight_gradients(experts=parameter.part == "experts") if trained else 1
-            total += passes * parameter.flops * (losses.mtp_steps if parameter.mtp else 1)
+    forward_only = run.indexer.indexer_training == "warmup" or run.losses.train_only is not None
+    for parameter in model_parameters(run.model).values():
+        if run.fp8.computes(parameter, run.model.num_hidden_layers):
+            passes = 2 + (run.fp8.weight_gradients(experts=parameter.part == "experts") and not run.lora.lora_rank)
+            passes = 1 if forward_only and not parameter.mtp else passes
+            total += passes * parameter.flops * (run.losses.mtp_steps if parameter.mtp else 1)
     return total * tokens
 
 

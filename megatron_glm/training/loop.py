@@ -203,7 +203,7 @@ def next_step(
     record = {"iteration": iteration, "consumed_samples": progress.consumed_samples, "global_batch_size": size}
     record |= {"learning_rate": rate, "loss_tokens": counts.loss_tokens}
     if config.fp8.blockwise:
-        record["fp8_share"] = fp8_flops(config.model, config.fp8, counts.tokens, config.losses) / counts.flops
+        record["fp8_share"] = fp8_flops(config, counts.tokens) / counts.flops
     if result.fault is not None:
         return record | {"lm_loss": None, "grad_norm": None, "skipped": result.fault}
     record |= {f"{name}_loss": loss for name, loss in result.losses.items() if name in (LM, INDEXER)}

@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_glm.config import Fp8Config, LoraConfig, ModelConfig, ParallelConfig, PretrainDataConfig, RunConfig
+from megatron_glm.config import (
+    Fp8Config,
+    IndexerConfig,
+    LoraConfig,
+    ModelConfig,
+    ParallelConfig,
+    PretrainDataConfig,
+    RunConfig,
+)
 from megatron_glm.config.flags import parse
 from megatron_glm.config.flops import fp8_flops, training_flops
 from megatron_glm.config.parameters import model_parameters
@@ -215,13 +223,14 @@ def test_kept_weights_that_are_frozen_are_cast_once():
 
 def test_the_share_of_fp8_in_the_operations_of_a_step():
     """A layer of GLM-5.2 with experts: q_a, q_b, o_proj and nine experts of 86 % of its products with weights."""
-    model = ModelConfig.from_hf("glm5.2")
-    whole = training_flops(model, [4096])
-    share = fp8_flops(model, ON, 4096) / whole
-    rest = fp8_flops(model, replace(ON, fp8_wgrad="fp8"), 4096) / whole
-    assert 0.5 < share < rest < 0.9
-    assert fp8_flops(model, replace(ON, num_layers_at_start_in_bf16=39), 4096) < 0.6 * share * whole
-    assert fp8_flops(model, Fp8Config(), 4096) == 0
+    run = RunConfig(ModelConfig.from_hf("glm5.2"), fp8=ON)
+    whole = training_flops(run.model, [4096])
+    share = fp8_flops(run, 4096) / whole
+    assert 0.5 < share < fp8_flops(replace(run, fp8=replace(ON, fp8_wgrad="fp8")), 4096) / whole < 0.9
+    assert fp8_flops(replace(run, fp8=replace(ON, num_layers_at_start_in_bf16=39)), 4096) < 0.6 * share * whole
+    frozen = replace(run, indexer=IndexerConfig(indexer_training="warmup"))
+    assert 0.3 < fp8_flops(frozen, 4096) / fp8_flops(run, 4096) < 0.5
+    assert fp8_flops(replace(run, fp8=Fp8Config()), 4096) == 0
 
 
 def test_the_plan_knows_padded_rows_and_faster_products():
