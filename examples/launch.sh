@@ -5,7 +5,8 @@
 # the same layout in small on 8 CPU processes, with a random model and data made in TINY_FOLDER; PYTHON.
 # A recipe that sets PROGRAM=pretrain_glm.py first starts from scratch where CHECKPOINT is none. One that also sets
 # AFTER=RECIPE is a stage after that recipe: a new run, iteration 0, from the weights of the last one.
-# Flags of the program on the command line come last and win. --dry-run plans the run and starts nothing.
+# Flags of the program on the command line come last and win. --dry-run plans the run and starts nothing. --layout auto
+# takes the fastest layout that fits (tools/plan.py search) instead of the recipe's, on GPUs of --gpu-type (h100).
 # Ranks: torchrun on each node, or this process is one of srun's.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -95,13 +96,64 @@ number_of() {
   echo "${values[0]:-1}"
 }
 
-# drop FLAG: takes the recipe's flag and its value out of `args`, because the command line has what excludes it.
+# drop FLAG: takes the flag and its value out of `args`.
 drop() {
   local i kept=()
   for ((i = 0; i < ${#args[@]}; i++)); do
-    if [ "${args[i]}" = "$1" ]; then i=$((i + 1)); else kept+=("${args[i]}"); fi
+    case ${args[i]} in
+      "$1") i=$((i + 1)) ;;
+      "$1="*) ;;
+      *) kept+=("${args[i]}") ;;
+    esac
   done
   args=("${kept[@]}")
+}
+
+# take_layout ARGUMENT…: what --layout says -> `layout`, empty without it; the other arguments -> `rest`.
+take_layout() {
+  layout='' rest=()
+  while [ $# != 0 ]; do
+    case $1 in
+      --layout) layout=${2:-nothing} && shift $(($# > 1)) ;;
+      --layout=*) layout=${1#*=} ;;
+      *) rest+=("$1") ;;
+    esac
+    shift
+  done
+  if [ -n "$layout" ] && [ "$layout" != auto ]; then
+    echo "error: --layout is $layout; it can be auto" >&2
+    exit 2
+  fi
+  if [ -n "$layout" ] && [ "$SCALE" = tiny ]; then
+    echo "error: --layout auto plans for GPUs: not with SCALE=tiny" >&2
+    exit 2
+  fi
+}
+
+# The fastest layout that fits NNODES x GPUS_PER_NODE -> `args`, at their end.
+find_layout() {
+  local found word words=()
+  for word in "${args[@]}"; do
+    if [ "$word" != --dry-run ]; then words+=("$word"); fi
+  done
+  say "--layout auto: looking for the fastest layout that fits $((NNODES * GPUS_PER_NODE)) GPUs ..."
+  found=$("$python" "$root/tools/plan.py" search --gpus $((NNODES * GPUS_PER_NODE)) \
+    --nproc-per-node "$GPUS_PER_NODE" --program "$program" --results 1 --json "${words[@]}") || exit
+  found=$("$python" -c 'import json, sys; print("\n".join(json.load(sys.stdin)[0]["flags"]))' <<<"$found")
+  mapfile -t words <<<"$found"
+  args+=("${words[@]}")
+  say "  $(quoted "${words[@]}")"
+}
+
+# The flags that say what to plan for -> `planned_for`, out of `args`: a run refuses them.
+take_plan_flags() {
+  local flag values
+  planned_for=()
+  for flag in --gpu-type --gpu-memory-gb --nvlink-gb-per-second --nic-gb-per-second --calibration; do
+    values_of "$flag"
+    if [ ${#values[@]} != 0 ]; then planned_for+=("$flag" "${values[0]}"); fi
+    drop "$flag"
+  done
 }
 
 # holds_checkpoints FOLDER: whether a save was completed there, even if the pointer to it is lost.
@@ -123,8 +175,13 @@ collect() {
     say "SAVE holds a checkpoint: going on from there"
     load=(--load "$SAVE")
   fi
+  if [ -n "$layout" ]; then PARALLEL_ARGS=(); fi
   args=("${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${DATA_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${TRAIN_ARGS[@]}"
     "${load[@]}" --save "$SAVE")
+  if [ -n "$layout" ]; then
+    drop --recompute-granularity
+    drop --micro-batch-size
+  fi
   if [ "$SCALE" = tiny ]; then
     args+=(--hf-config glm5.2-tiny --attention-backend torch --pipeline-model-parallel-size 2
       --num-layers-per-virtual-pipeline-stage 1 --expert-model-parallel-size 4 --expert-node-size 2 --train-iters 3
@@ -283,15 +340,20 @@ launch() {
     echo "Flags: those of $program, which \`python $program --help\` lists; the recipe's come first, yours win."
     exit
   fi
+  local layout rest planned_for=()
+  take_layout "$@"
+  set -- "${rest[@]}"
   say "$recipe_name, SCALE=$SCALE:" "${settings[@]}"
   collect "$@"
   if [ $by_srun = no ]; then python=$(bash "$root/examples/setup.sh"); fi
+  if [ -n "$layout" ]; then find_layout; fi
   if given --dry-run "$@"; then
     unset SLURM_PROCID # the plan is one process
     WORLD_SIZE=$((NNODES * GPUS_PER_NODE)) LOCAL_WORLD_SIZE=$GPUS_PER_NODE \
       exec "$python" "$root/$program" "${args[@]}"
   fi
 
+  if [ -n "$layout" ]; then take_plan_flags; fi
   if [ "$SCALE" = tiny ]; then
     make_tiny
     export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1
@@ -317,7 +379,7 @@ launch() {
   # Flags that cannot be served are one line here, and one from every rank in torchrun's summary below.
   local plan nodes=(--standalone)
   plan=$(WORLD_SIZE=$((NNODES * GPUS_PER_NODE)) LOCAL_WORLD_SIZE=$GPUS_PER_NODE \
-    "$python" "$root/$program" "${args[@]}" --dry-run) || exit
+    "$python" "$root/$program" "${args[@]}" "${planned_for[@]}" --dry-run) || exit
   grep -A 9 '^verdict' <<<"$plan" || true
   if ((NNODES > 1)); then
     nodes=(--nnodes "$NNODES" --rdzv-backend c10d --rdzv-id "$recipe_name"

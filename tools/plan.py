@@ -2,6 +2,7 @@
 
 python tools/plan.py --nnodes 64 --nproc-per-node 8 --gpu-memory-gb 80 --hf-config glm5.2 …
 python tools/plan.py search --gpus 256 --gpu-type h100 --hf-config glm5.2 …     the layouts that fit, the fastest first
+python tools/plan.py published     GLM-5.2's published layouts beside the best found: the table of docs/recipes.md
 """
 
 from __future__ import annotations
@@ -49,6 +50,12 @@ def main() -> None:
         from megatron_glm.planner.found import print_found  # imports torch
 
         return print_found(flags, words, PROGRAMS[program])
+    if sys.argv[1:] == ["published"]:
+        from megatron_glm.planner.published import table
+
+        for line in table():
+            print(line, flush=True)
+        return
     flags = build_parser(__doc__).parse_args()
     from megatron_glm.planner.report import print_plan  # imports torch
 

@@ -245,7 +245,9 @@ def measure_step(config: RunConfig, flags: argparse.Namespace) -> dict:
         result["tokens_per_second_per_gpu_with_optimizer"] = tokens / whole / ranks
     if "write_calibration" in given:
         assert forward is not None
-        found = {"device": result["device"], "precision": "bf16"} | calibration(plan, H200, forward, both - forward)
+        found = {"device": result["device"], "precision": "fp8" if config.fp8.blockwise else "bf16"} | calibration(
+            plan, H200, forward, both - forward
+        )
         Path(given["write_calibration"]).write_text(json.dumps(found) + "\n")
     if table is not None:
         result["kernels_ms"] = table

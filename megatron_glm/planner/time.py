@@ -21,7 +21,15 @@ from megatron_glm.config import RunConfig
 from megatron_glm.model.glm import carry_fields
 from megatron_glm.parallel.pipeline.layout import MEASURED, REPEATED, Cost, Rates, stage_costs
 from megatron_glm.parallel.pipeline.simulate import Simulation, simulate
-from megatron_glm.planner.machine import EXPERTS_WAIT, FP8_TIME, FSDP_HIDDEN, OPTIMIZER_BYTES, Machine, rows_factor
+from megatron_glm.planner.machine import (
+    DENSE_ATTENTION,
+    EXPERTS_WAIT,
+    FP8_TIME,
+    FSDP_HIDDEN,
+    OPTIMIZER_BYTES,
+    Machine,
+    rows_factor,
+)
 from megatron_glm.planner.plan import FP32, Plan
 from megatron_glm.planner.traffic import layer_traffic
 from megatron_glm.planner.units import FsdpUnit
@@ -66,8 +74,6 @@ def unpredictable(config: RunConfig) -> str | None:
         return "without --bf16"
     if config.kernels.attention_backend == "torch":
         return "of --attention-backend torch"
-    if config.attends_densely:
-        return "of dense attention"
     if config.indexer.indexer_training != "off":
         return f"of --indexer-training {config.indexer.indexer_training}"
     return None if config.losses.train_only is None else f"of --train-only {config.losses.train_only}"
@@ -149,6 +155,9 @@ class _Clock:
     def __init__(self, plan: Plan, machine: Machine) -> None:
         self.plan, self.machine, self.config = plan, machine, plan.config
         self.parallel, self.grid, self.s = plan.config.parallel, plan.grid, plan.shapes
+        self.seen = self.config.model  # whose rows attend to as many keys as they do in this run
+        if self.config.attends_densely:
+            self.seen = replace(self.seen, index_topk=self.config.data.seq_length)
         self.per_operation = self.s.pack / (self.grid.tp * self.grid.cp) / machine.products
         self._of_layer: dict[tuple[bool, bool], tuple[Ledger, Ledger]] = {}
         self._of_unit: dict[tuple[str, int, int], tuple[Ledger, Ledger]] = {}
@@ -164,6 +173,8 @@ class _Clock:
             share = self.config.fp8.share_of_layers(model.num_hidden_layers)
             scaled = [rate * (1 - share + share * time) for rate, time in zip(getattr(rates, kind), times, strict=True)]
             rates = rates._replace(**{kind: tuple(scaled)})
+        if self.config.attends_densely:
+            rates = rates._replace(attention=DENSE_ATTENTION, index_scores=(0, 0), index_projections=(0, 0))
         return rates
 
     def stage(self, number: int) -> tuple[Ledger, Ledger]:
@@ -185,9 +196,8 @@ class _Clock:
     def _costs(self) -> tuple[list[Cost], list[Cost]]:
         """Costs of all stages as they are, and without recomputation."""
         plain = replace(self.parallel, recompute_granularity="none")
-        config, layout = self.config, self.plan.layout
-        model, length, losses = config.model, config.data.seq_length, config.losses
-        costs, without = (stage_costs(layout, model, length, p, self.rates, losses) for p in (self.parallel, plain))
+        length, losses, layout = self.config.data.seq_length, self.config.losses, self.plan.layout
+        costs, without = (stage_costs(layout, self.seen, length, p, self.rates, losses) for p in (self.parallel, plain))
         return costs, without
 
     def _computing(self, number: int) -> tuple[Ledger, Ledger]:

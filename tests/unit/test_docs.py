@@ -93,6 +93,8 @@ def known_flags(script: str, flags: list[str]) -> None:
         return
     if script == "tools/plot_log.py":
         runpy.run_path(str(ROOT / script))["build_parser"]().parse_args(flags)
+    elif script == "tools/plan.py" and flags == ["published"]:
+        pass
     elif flags[:1] == ["search"]:
         runpy.run_path(str(ROOT / script))["search_parser"]().parse_args(flags[1:])
     elif script in ("finetune_glm.py", "pretrain_glm.py", "tools/plan.py"):
