@@ -28,7 +28,7 @@ from megatron_glm.parallel.fsdp import local, reduce_partial_gradients
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.planner.machine import H200
 from megatron_glm.planner.plan import Plan
-from megatron_glm.planner.time import calibration
+from megatron_glm.planner.time import calibration, step_time, unpredictable
 from megatron_glm.training.engine import Engine
 from megatron_glm.training.initialize import build_chunks, choose_backend, current_device, initialize
 from megatron_glm.training.optimizer import build_optimizer
@@ -213,6 +213,7 @@ def measure_step(config: RunConfig, flags: argparse.Namespace) -> dict:
     rate, ranks = matmul_rate(), dist.get_world_size()
     plan, place = Plan.create(config, ranks, min(ranks, 8)), bench.groups.pp.rank()
     tokens, flops = bench.counts.tokens, bench.counts.flops
+    predicted = step_time(plan, H200, optimizer=False).seconds if unpredictable(config) is None else None
     result = {
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "ranks": ranks,
@@ -226,6 +227,7 @@ def measure_step(config: RunConfig, flags: argparse.Namespace) -> dict:
         "tokens_per_second_per_gpu": tokens / both / ranks,
         "ms_forward_backward": both * 1e3,
         "ms_forward": None if forward is None else forward * 1e3,
+        "ms_predicted_for_h200": predicted * 1e3 if predicted else None,
         "ms_backward": None if forward is None else (both - forward) * 1e3,
         "tflops_per_gpu": flops / both / ranks / 1e12,
         "flops_formula": FORMULA,
@@ -245,9 +247,8 @@ def measure_step(config: RunConfig, flags: argparse.Namespace) -> dict:
         result["tokens_per_second_per_gpu_with_optimizer"] = tokens / whole / ranks
     if "write_calibration" in given:
         assert forward is not None
-        found = {"device": result["device"], "precision": "fp8" if config.fp8.blockwise else "bf16"} | calibration(
-            plan, H200, forward, both - forward
-        )
+        found: dict = {"device": result["device"], "precision": "fp8" if config.fp8.blockwise else "bf16"}
+        found |= calibration(plan, H200, forward, both - forward)
         Path(given["write_calibration"]).write_text(json.dumps(found) + "\n")
     if table is not None:
         result["kernels_ms"] = table

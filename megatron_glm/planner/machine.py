@@ -21,7 +21,7 @@ CALIBRATED = ("device", "precision", "forward", "backward")  # what a calibratio
 class Machine:
     """Rates of one GPU and its links.
 
-    memory: bytes of a GPU; products: operations a second, where `MEASURED` (pipeline/layout.py) says how much longer
+    memory: bytes of a GPU; products: operations a second, where `MEASURED` (pipeline/costs.py) says how much longer
     each kind of operation takes; copies: bytes read and written a second by passes over memory; nvlink, nic: bytes a
     second that a GPU sends inside its node and between nodes; forward, backward: computing takes so many times as long.
     """
@@ -56,6 +56,9 @@ FSDP_HIDDEN = 0.35
 EXPERTS_WAIT = 1.0e-3
 # Time of grouped products by rows of an expert, over that at 1,024 rows: forward and both gradients.
 EXPERT_ROWS = ((1024, 1.0), (256, 1.31), (128, 1.89))
+# Rows of a rank's micro-batch from which on steps were measured. Of fewer, all products are taken to lose as much as
+# the grouped ones do: 1.1 times the time at 2,048, 1.31 at 1,024.
+MEASURED_ROWS = 4096
 # Time of a kind's forward and backward with --fp8 blockwise and --fp8-wgrad auto, over bf16's: from the products and
 # casts of one layer measured alone (docs/performance.md), what stays in bf16 included.
 FP8_TIME = {"products": (0.72, 0.79), "experts": (0.70, 0.87)}

@@ -19,8 +19,8 @@ from megatron_glm.parallel.dispatch import Dispatcher, make_dispatcher
 from megatron_glm.parallel.fsdp import holds_whole
 from megatron_glm.parallel.grid import Grid
 from megatron_glm.parallel.groups import ParallelGroups
+from megatron_glm.parallel.pipeline.costs import Cost
 from megatron_glm.parallel.pipeline.layout import (
-    Cost,
     PipelineLayout,
     Stage,
     build_layout,

@@ -20,12 +20,10 @@ from megatron_glm.config.plan_flags import PLAN_SIZES
 from megatron_glm.data.blend import parse_blend
 from megatron_glm.model.pack import work_per_rank
 from megatron_glm.parallel.pipeline.simulate import Simulation
-from megatron_glm.planner.machine import Machine, machine_of
+from megatron_glm.planner.machine import MEASURED_ROWS, Machine, machine_of
 from megatron_glm.planner.plan import GIB, Plan
 from megatron_glm.planner.time import StepTime, step_time, unpredictable
 from megatron_glm.planner.traffic import traffic, transfer_seconds
-
-FEWEST_ROWS = 1024  # of a rank's micro-batch, for which the measured rates may still hold
 
 
 def print_plan(flags: argparse.Namespace, data: DataSection = DataConfig) -> None:
@@ -157,8 +155,8 @@ def _time_lines(time: StepTime, machine: Machine) -> Iterator[str]:
             yield f"  {kind:<34}{spent.whole:10.3f}{hidden:10.3f}{spent.exposed / time.seconds:10.1%}"
     yield f"  {time.seconds:.3f} s a step, {time.tokens_per_second_per_gpu:,.1f} tokens/s a GPU"
     rows = plan.shapes.shard
-    if rows < FEWEST_ROWS:
-        yield f"  rates are of 4,096 rows a rank and more; it has {rows}, which is slower than predicted"
+    if rows < MEASURED_ROWS:
+        yield f"  steps of {MEASURED_ROWS:,} rows a rank and more were measured; for its {rows:,} an estimate is added"
 
 
 def _layout_lines(plan: Plan) -> Iterator[str]:

@@ -9,24 +9,20 @@ other beats in every setting.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megatron_glm.config import LARGEST_BF16_BETA, OptimizerConfig, RunConfig, flag_name
-from megatron_glm.parallel.pipeline.layout import AUTO_BUDGET, AUTO_MAX_CHUNKS, auto_sizes, layout_string
+from megatron_glm.parallel.pipeline.split import AUTO_MAX_CHUNKS, auto_sizes, layout_string
 from megatron_glm.planner.machine import Machine
 from megatron_glm.planner.plan import GIB, Plan
 from megatron_glm.planner.time import StepTime, least_work, step_time
 
-ROWS = 4096  # of a rank's micro-batch: the rates were measured from so many on; fewer only where nothing else fits
-FEWEST_ROWS = 1024
-MOST_ROWS = 32768  # measured up to here
+FEWEST_ROWS, MOST_ROWS = 1024, 32768  # of a rank's micro-batch: what the rates may hold for
 LARGEST_TP = 8
 # bf16 moments round, and need another beta: they must make a step so much faster.
 ROUNDING_PAYS = 1.02
-BETTER_CUT = 1.06  # as much as a step gains by the cut of `auto` over the one that a sixteenth of its time finds
 SIZES = (
     "tensor_model_parallel_size",
     "context_parallel_size",
@@ -89,6 +85,7 @@ class Search:
     ) -> None:
         self.config, self.given, self.machine, self.wanted = config, given, machine, wanted
         self.world_size, self.gpus_per_node = world_size, gpus_per_node
+        self.work: dict[tuple[Base, str], float | None] = {}
         self.refusal = ""  # of the first base that cannot be
         self.nearest: tuple[int, Plan] | None = None  # of all that do not fit
 
@@ -98,10 +95,11 @@ class Search:
         Raises:
             ValueError: no layout is legal, or none fits; then with the nearest one and what it lacks.
         """
-        for fewest, most in ((ROWS, MOST_ROWS), (FEWEST_ROWS, ROWS - 1), (1, 2**40)):
-            if most < 2**40 or self.nearest is None:  # beyond all that was measured only where nothing else is legal
-                if found := self._best(fewest, most):
-                    return found
+        found = self._best(FEWEST_ROWS, MOST_ROWS)
+        if not found and self.nearest is None:  # nothing else is legal
+            found = self._best(1, 2**40)
+        if found:
+            return found
         if self.nearest is None:
             raise ValueError(f"no layout is possible on {self.world_size} GPUs: {self.refusal or self._why_none()}")
         peak, plan = self.nearest
@@ -127,14 +125,13 @@ class Search:
             for result in self._of_base(base, found):
                 if base not in found or result.order < found[base].order:
                     found[base] = result
-        close = [result for result in found.values() if result.time.seconds <= self._limit(found)]
-        best = sorted(map(self._with_auto, close), key=lambda result: result.order)[: self.wanted]
+        best = sorted(found.values(), key=lambda result: result.order)[: self.wanted]
         return sorted(best, key=lambda result: result.time.seconds)
 
     def _limit(self, found: dict[Base, Result]) -> float:
-        """Seconds above which no step is among the results any more, even with a better cut."""
+        """Seconds above which no step is among the results any more."""
         times = sorted(result.time.seconds for result in found.values())
-        return BETTER_CUT * times[self.wanted - 1] if len(times) >= self.wanted else float("inf")
+        return times[self.wanted - 1] if len(times) >= self.wanted else float("inf")
 
     # Bases
 
@@ -166,63 +163,68 @@ class Search:
 
     def _bounds(self, fewest: int, most: int) -> Iterator[tuple[Base, float]]:
         """Bases that can be, with seconds that a step takes at least."""
-        work: dict[Base, float | None] = {}
         for base in self._bases(fewest, most):
-            whole = base._replace(pp=1)
-            if whole not in work:
-                plan = self._plan(self._configured(whole, "none", None))
-                work[whole] = None if plan is None else least_work(plan, self.machine)
-            if (each := work[whole]) is not None:
-                count = self._micro_batches(base)
-                chunks = min(AUTO_MAX_CHUNKS, self.config.model.num_hidden_layers // base.pp)
-                # Filling and draining take pp - 1 stages; a cut by layers may make the ends shorter.
-                yield base, each / base.pp * (count + 0.8 * (base.pp - 1) / chunks)
+            if (bound := self._bound(base, self._granularities[-1])) is not None:
+                yield base, bound
+
+    def _bound(self, base: Base, granularity: str) -> float | None:
+        """Seconds that a step takes at least; None where a run refuses the base."""
+        whole = base._replace(pp=1)
+        if (key := (whole, granularity)) not in self.work:
+            config = self._configured(whole, granularity, None)
+            batch = base.micro_batch * self.world_size // (base.tp * base.cp)  # one stage may need a larger one
+            train = replace(config.train, global_batch_size=batch, rampup_batch_size=())
+            plan = self._plan(replace(config, train=train))
+            self.work[key] = None if plan is None else least_work(plan, self.machine)
+        if (work := self.work[key]) is None:
+            return None
+        chunks = min(AUTO_MAX_CHUNKS, self.config.model.num_hidden_layers // base.pp)
+        # Filling and draining take pp - 1 stages; a cut by layers may make the ends shorter.
+        return work / base.pp * (self._micro_batches(base) + 0.8 * (base.pp - 1) / chunks)
+
+    @property
+    def _granularities(self) -> tuple[str, ...]:
+        """From the recomputation that needs the least memory on."""
+        if RECOMPUTE in self.given:
+            return (self.config.parallel.recompute_granularity,)
+        return "full", "selective", "none"
 
     # One base
 
     def _of_base(self, base: Base, found: dict[Base, Result]) -> Iterator[Result]:
-        """From the recomputation that needs the least memory on: where it does not fit, none that keeps more does."""
-        granularities = ("full", "selective", "none")
-        if RECOMPUTE in self.given:
-            granularities = (self.config.parallel.recompute_granularity,)
-        for granularity in granularities:
-            fits, kept = False, []
-            for number, layout in enumerate(self._cuts(base, granularity)):
-                least = self._plan(self._configured(base, granularity, layout))
-                if least is not None and self._fits(least):
-                    fits = True
-                    for plan in self._fitting(least, number, kept):
-                        time = step_time(plan, self.machine)
-                        if time.seconds <= self._limit(found):
-                            yield Result(base, time, plan.peak())
-            if not fits:
+        """Where a recomputation does not fit, none that keeps more does."""
+        for granularity in self._granularities:
+            bound = self._bound(base, granularity)
+            if bound is None or bound > self._limit(found):
+                continue
+            cuts, kept = self._cuts(base, granularity), []
+            smallest = self._plan(self._configured(base, granularity, cuts[-1]))
+            if smallest is None or not self._fits(smallest):
                 return
+            for number, layout in enumerate(cuts):
+                last = layout == cuts[-1]
+                least = smallest if last else self._plan(self._configured(base, granularity, layout))
+                if least is None or not least.fits(self.machine.memory):
+                    continue
+                for plan in self._fitting(least, number, kept):
+                    time = step_time(plan, self.machine)
+                    if time.seconds <= self._limit(found):
+                        yield Result(base, time, plan.peak())
 
     def _cuts(self, base: Base, granularity: str) -> list[str | None]:
-        """Layouts of virtual stages: the fastest, and those with fewer of them, which keep less."""
+        """Layouts of virtual stages: the fastest, which is auto, and those with fewer of them, which keep less."""
         if base.pp == 1 or set(STAGES) & self.given:
             return [None]
         parallel = self._configured(base, granularity, None).parallel
         length, count = self.config.data.seq_length, self._micro_batches(base)
-        cuts: list[str | None] = []
-        fewest = math.inf
         model, losses = self.config.model, self.config.losses
-        for _, ends, sizes in auto_sizes(parallel, model, length, count, losses, AUTO_BUDGET // 16):
+        timed = auto_sizes(parallel, model, length, count, losses)
+        cuts: list[str | None] = ["auto"]
+        fewest = len(timed[0].sizes)
+        for _, ends, sizes in timed[1:]:
             if len(sizes) < fewest and (len(sizes) == base.pp or len(sizes) <= 0.7 * fewest):
                 cuts, fewest = [*cuts, layout_string(sizes, ends)], len(sizes)
         return cuts
-
-    def _with_auto(self, result: Result) -> Result:
-        """The same with the cut of `auto`, which takes longer to find, if that is better."""
-        config = result.time.plan.config
-        if result.base.pp == 1 or set(STAGES) & self.given:
-            return result
-        parallel = replace(config.parallel, pipeline_model_parallel_layout="auto")
-        plan = self._plan(replace(config, parallel=parallel))
-        if plan is None or not plan.fits(self.machine.memory):
-            return result
-        other = Result(result.base, step_time(plan, self.machine), plan.peak())
-        return min(result, other, key=lambda each: each.order)
 
     def _micro_batches(self, base: Base) -> int:
         return self.config.train.global_batch_size * base.tp * base.cp * base.pp // base.micro_batch // self.world_size

@@ -19,13 +19,16 @@ import torch
 
 from megatron_glm.config import RunConfig
 from megatron_glm.model.glm import carry_fields
-from megatron_glm.parallel.pipeline.layout import MEASURED, REPEATED, Cost, Rates, stage_costs
+from megatron_glm.parallel.pipeline.costs import MEASURED, REPEATED, Cost, Rates
+from megatron_glm.parallel.pipeline.layout import stage_costs
 from megatron_glm.parallel.pipeline.simulate import Simulation, simulate
 from megatron_glm.planner.machine import (
     DENSE_ATTENTION,
+    EXPERT_ROWS,
     EXPERTS_WAIT,
     FP8_TIME,
     FSDP_HIDDEN,
+    MEASURED_ROWS,
     OPTIMIZER_BYTES,
     Machine,
     rows_factor,
@@ -168,13 +171,16 @@ class _Clock:
     def rates(self) -> Rates:
         model = self.config.model
         factor = rows_factor(self.s.shard * model.num_experts_per_tok * self.grid.ep / model.n_routed_experts)
-        rates = MEASURED._replace(experts=tuple(factor * rate for rate in MEASURED.experts))
+        fewer = rows_factor(EXPERT_ROWS[0][0] * self.s.shard / MEASURED_ROWS)  # at the others, as at the experts
+        scale = dict.fromkeys(MEASURED._fields, fewer) | {"experts": factor}
+        rates = Rates(*(tuple(scale[kind] * rate for rate in getattr(MEASURED, kind)) for kind in MEASURED._fields))
         for kind, times in FP8_TIME.items() if self.config.fp8.blockwise else ():
             share = self.config.fp8.share_of_layers(model.num_hidden_layers)
             scaled = [rate * (1 - share + share * time) for rate, time in zip(getattr(rates, kind), times, strict=True)]
             rates = rates._replace(**{kind: tuple(scaled)})
         if self.config.attends_densely:
-            rates = rates._replace(attention=DENSE_ATTENTION, index_scores=(0, 0), index_projections=(0, 0))
+            dense = tuple(fewer * rate for rate in DENSE_ATTENTION)
+            rates = rates._replace(attention=dense, index_scores=(0, 0), index_projections=(0, 0))
         return rates
 
     def stage(self, number: int) -> tuple[Ledger, Ledger]:

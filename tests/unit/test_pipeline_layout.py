@@ -4,7 +4,8 @@ import pytest
 
 from megatron_glm.config import LossConfig, ModelConfig, ParallelConfig
 from megatron_glm.config.flops import head_flops, layer_flops
-from megatron_glm.parallel.pipeline.layout import MEASURED, Rates, build_layout, check_layout, stage_costs
+from megatron_glm.parallel.pipeline.costs import MEASURED, Rates
+from megatron_glm.parallel.pipeline.layout import build_layout, check_layout, stage_costs
 from megatron_glm.parallel.pipeline.schedule import build_schedule
 from megatron_glm.parallel.pipeline.simulate import simulate
 

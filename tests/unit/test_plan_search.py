@@ -13,7 +13,8 @@ import pytest
 
 from megatron_glm.config import LossConfig
 from megatron_glm.config.flags import build_parser
-from megatron_glm.parallel.pipeline.layout import auto_sizes, build_layout, layout_string
+from megatron_glm.parallel.pipeline.layout import build_layout
+from megatron_glm.parallel.pipeline.split import auto_sizes, layout_string
 from megatron_glm.planner import found, search
 from megatron_glm.planner.machine import H200, machine_of
 from megatron_glm.planner.plan import GIB, Plan
@@ -95,7 +96,7 @@ def every_layout(words: list[str], gpus: int, memory: float):
                 reshard_experts_after_forward=experts,
                 grad_sync=sync,
             )
-            if batch * 4096 // (tp * cp) < 4096:
+            if batch * 4096 // (tp * cp) < 1024:
                 continue
             train = replace(config.train, micro_batch_size=batch)
             try:
@@ -185,16 +186,24 @@ def test_a_layout_string_is_its_sizes():
     config = full_size().config
     for pp, losses in itertools.product((2, 6, 13), (LossConfig(), LossConfig(3))):
         parallel = replace(config.parallel, pipeline_model_parallel_size=pp, num_layers_per_virtual_pipeline_stage=None)
-        for _, ends, sizes in auto_sizes(parallel, config.model, 4096, 8, losses, budget=20_000):
+        for _, ends, sizes in auto_sizes(parallel, config.model, 4096, 8, losses):
             cut = replace(parallel, pipeline_model_parallel_layout=layout_string(sizes, ends))
             stages = build_layout(cut, config.model, 4096, 8).stages
             assert tuple(len(stage.layers) for stage in stages) == sizes and stages[-ends].mtp
+
+
+def test_a_batch_may_be_smaller_than_the_ranks(capsys):
+    """Then the pipeline and the axes inside a pack share the ranks."""
+    words = [*SMALL, "--gpus", "8", "--global-batch-size", "2", "--tensor-model-parallel-size", "1", "--json"]
+    chosen = [" ".join(row["flags"]) for row in json.loads(printed(capsys, *words, "--results", "99"))]
+    assert any("--context-parallel-size 1 --pipeline-model-parallel-size 4" in flags for flags in chosen)
+    assert any("--context-parallel-size 4 --pipeline-model-parallel-size 1" in flags for flags in chosen)
 
 
 def test_bounds_are_below_the_times():
     flags = build_parser().parse_args([*SMALL, "--bf16", "--global-batch-size", "16"])
     config, _ = planned_config(flags)
     trial = search.Search(config, frozenset(vars(flags)), 4, 4, replace(H200, memory=400 * GIB), 100)
-    bounds = dict(trial._bounds(search.ROWS, search.MOST_ROWS))
+    bounds = dict(trial._bounds(search.FEWEST_ROWS, search.MOST_ROWS))
     results = trial.run()
     assert len(results) > 10 and all(bounds[result.base] <= result.time.seconds for result in results)

@@ -154,6 +154,11 @@ def test_dense_attention_takes_what_cudnn_takes():
         assert 1e3 * added == pytest.approx(4 * milliseconds, rel=0.06)
 
 
+def test_fewer_rows_a_rank_than_were_measured_take_longer():
+    whole, quarter = (benchmark(1, 4096 // length, length=length, **KEEP) for length in (4096, 1024))
+    assert 1.25 < quarter.seconds / whole.seconds < 1.6  # less attention, 256 rows an expert
+
+
 def test_few_rows_an_expert_are_slower():
     assert [rows_factor(rows) for rows in (8192, 1024, 256, 128)] == pytest.approx([1.0, 1.0, 1.31, 1.89])
     assert 1 < rows_factor(512) < 1.31 and rows_factor(64) > 1.89

@@ -19,7 +19,6 @@ from megatron_glm.parallel.pipeline.layout import build_layout, check_layout
 from megatron_glm.planner.machine import H100
 from megatron_glm.planner.plan import GIB, Plan
 from megatron_glm.planner.report import report
-from megatron_glm.planner.time import step_time
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -224,44 +223,6 @@ def test_tiny_is_the_same_recipe_on_eight_ranks(box, name):
     tiny.check(8)
     grid = check_layout(parallel, tiny.model, 8, tiny.data.seq_length, micro_batches)
     assert grid.pp == 2 and grid.dp > 1 and grid.node == grid.inter == 2
-
-
-AUTO = "--layout auto --pipeline-model-parallel-size 16 --expert-model-parallel-size 16 --micro-batch-size 1".split()
-AUTO += ["--tensor-model-parallel-size", "1"]
-
-
-def test_layout_auto_runs_the_fastest_layout_that_fits(box):
-    torchrun, config = launched(box, "glm5.2_4k_cudnn.sh", *AUTO, "--gpu-type", "h100", "--lr", "2e-5")
-    assert torchrun[:2] == ["--nnodes", "32"]
-    config.check(256)
-    assert (config.parallel.pipeline_model_parallel_size, config.optimizer.lr) == (16, 2e-5)
-    assert config.parallel.pipeline_model_parallel_layout is not None, "the recipe's virtual stages are gone"
-    assert (config.train.global_batch_size, config.data.seq_length) == (256, 4096)
-    plan, published = Plan.create(config, 256, 8), Plan.create(launched(box, "glm5.2_4k_cudnn.sh")[1], 256, 8)
-    assert plan.fits(80 * GIB)
-    assert step_time(plan, H100).seconds < 0.9 * step_time(published, H100).seconds
-
-
-def test_layout_auto_plans_too(box):
-    done = bash(box, "glm5.2_4k_cudnn.sh", *AUTO, "--gpu-type=h200", "--dry-run", PYTHON=sys.executable)
-    assert done.returncode == 0, done.stderr
-    assert "looking for the fastest layout that fits 256 GPUs" in done.stdout
-    assert "verdict: fits" in done.stdout and "139.0 GiB a GPU" in done.stdout and " PP 16 " in done.stdout
-
-
-@pytest.mark.parametrize(
-    "flags, environment, said",
-    [
-        (["--layout"], {}, "--layout is nothing; it can be auto"),
-        (["--layout=fast"], {}, "--layout is fast; it can be auto"),
-        (["--layout", "auto"], {"SCALE": "tiny"}, "not with SCALE=tiny"),
-        ([*AUTO, "--gpu-memory-gb", "30"], {}, "no layout fits 256 GPUs of 30.0 GiB; the nearest needs "),
-    ],
-)
-def test_a_layout_that_cannot_be_found_is_one_line(box, flags, environment, said):
-    done = bash(box, "glm5.2_4k_cudnn.sh", *flags, **environment)
-    assert done.returncode == 2 and not (box / "torchrun.args").exists()
-    assert done.stderr.startswith("error: ") and said in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_flags_of_the_command_line_win(box):

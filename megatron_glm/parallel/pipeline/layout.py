@@ -7,31 +7,19 @@ Layers come in model order: E first, then t, then m, then L last. `m` may be lef
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
 
 from megatron_glm.config import LossConfig, ModelConfig, ParallelConfig, RunConfig
-from megatron_glm.config.flops import LayerFlops, head_flops, layer_flops, mtp_step_flops
 from megatron_glm.config.training import NEXT_TOKEN
 from megatron_glm.parallel.grid import Grid
-from megatron_glm.parallel.pipeline.schedule import (
-    Placement,
-    Schedule,
-    Step,
-    build_schedule,
-    check_schedule,
-    end_times,
-    flat_costs,
-)
+from megatron_glm.parallel.pipeline.costs import MEASURED, Cost, Rates, part_costs, sum_costs
+from megatron_glm.parallel.pipeline.schedule import Placement, Schedule, build_schedule
+from megatron_glm.parallel.pipeline.split import auto_sizes
 
 MAX_ITEMS = 100_000  # of an expanded layout string
-AUTO_MAX_CHUNKS = 10
-AUTO_BUDGET = 4_000_000  # simulated actions in all: one or two seconds
 
 N_FLAG, LAYOUT_FLAG = "--num-layers-per-virtual-pipeline-stage", "--pipeline-model-parallel-layout"
 PP_FLAG = "--pipeline-model-parallel-size"
@@ -205,33 +193,6 @@ def _expand(text: str) -> str:
     return "".join(groups[0])
 
 
-# Costs and the split by cost
-
-Cost = tuple[float, ...]  # forward, backward; maybe the gradients of weights, which the backward has put off
-
-
-class Rates(NamedTuple):
-    """Time of an operation of each kind, forward and backward, where one in a large matrix product takes 1.
-
-    The backward is counted in operations of the forward, so that a product takes 2. The products and the experts carry
-    the norms, additions and movements around them.
-    """
-
-    products: Cost
-    experts: Cost
-    attention: Cost
-    index_scores: Cost
-    index_projections: Cost
-    head: Cost
-
-
-# An H200, bf16, the cudnn backend, documents of 4,096 tokens and more (docs/performance.md). The head makes the
-# gradient of its loss together with the loss.
-MEASURED = Rates((1.15, 2.3), (1.3, 2.6), (2.3, 9.9), (2, 0), (1, 0), (3.1, 0))
-# Share of what "full" computes again. Selective at 32,768 tokens was measured to take so much longer than its kernels.
-REPEATED = {"none": 0.0, "selective": 0.12, "full": 1.0}
-
-
 def stage_costs(
     layout: PipelineLayout,
     model: ModelConfig,
@@ -247,52 +208,9 @@ def stage_costs(
     A schedule that defers the gradients of weights has their time, half of the products' backward, as a third one.
     """
     sizes = tuple(len(stage.layers) for stage in layout.stages)
-    layers, mtp, head = _part_costs(model, seq_length, parallel, rates, losses)
+    layers, mtp, head = part_costs(model, seq_length, parallel, rates, losses)
     apart = any(stage.mtp for stage in layout.stages[:-1])
-    return _costs(sizes, layers, (mtp, head) if apart else (_sum(mtp, head),))
-
-
-@lru_cache
-def _part_costs(
-    model: ModelConfig, seq_length: int, parallel: ParallelConfig, rates: Rates, losses: LossConfig
-) -> tuple[list[Cost], Cost, Cost]:
-    """Costs of each layer, of all MTP steps without their heads, and of the head in all its predictions."""
-    kinds = 3 if parallel.defers_weights else 2
-    layers = [layer_flops(model, layer, [seq_length]) for layer in range(model.num_hidden_layers)]
-    steps = [mtp_step_flops(model, [seq_length], step) for step in range(1, 1 + losses.mtp_steps)]
-    costs = [_cost(flops, seq_length, parallel, rates) for flops in layers]
-    if losses.train_only is not None:
-        costs = [(forward, *(0.0,) * len(rest)) for forward, *rest in costs]
-    mtp = _sum((0.0,) * kinds, *(_cost(flops, seq_length, parallel, rates) for flops in steps))
-    head, products = head_flops(model, 1), _head_products(losses) / 3
-    return costs, mtp, (products * head * rates.head[0], products * head * rates.head[1], 0.0)[:kinds]
-
-
-def _head_products(losses: LossConfig) -> int:
-    """Products of the head with all rows: logits, and the gradients of hidden states and weight that are wanted."""
-    main = 1 if losses.train_only is not None else 3
-    detached = losses.mtp_detaches or losses.train_only is not None
-    again = losses.mtp_loss == "tv"  # the main logits, beside those of the steps
-    return main + again + losses.mtp_steps * (2 if detached else 3)
-
-
-def _cost(flops: LayerFlops, seq_length: int, parallel: ParallelConfig, rates: Rates) -> Cost:
-    """A token of a layer."""
-    forward, backward = (
-        sum(count * getattr(rates, kind)[way] for kind, count in flops._asdict().items()) / seq_length for way in (0, 1)
-    )
-    # Selections are kept, and the experts' down projection is spared: a third of their products.
-    repeated = {"products": 1.0, "experts": 2 / 3, "attention": 1.0}
-    again = sum(share * getattr(flops, kind) * getattr(rates, kind)[0] for kind, share in repeated.items()) / seq_length
-    again *= REPEATED[parallel.recompute_granularity]
-    if not parallel.defers_weights:
-        return forward, backward + again
-    weights = (flops.products * rates.products[1] + flops.experts * rates.experts[1]) / 2 / seq_length
-    return forward, backward - weights + again, weights
-
-
-def _sum(*costs: Cost) -> Cost:
-    return tuple(map(sum, zip(*costs, strict=True)))
+    return _costs(sizes, layers, (mtp, head) if apart else (sum_costs(mtp, head),))
 
 
 def _costs(sizes: Sequence[int], layers: list[Cost], ends: tuple[Cost, ...]) -> list[Cost]:
@@ -300,98 +218,6 @@ def _costs(sizes: Sequence[int], layers: list[Cost], ends: tuple[Cost, ...]) -> 
     costs, first = [], 0
     others = ((0.0,) * len(ends[0]),) * (len(sizes) - len(ends)) + ends
     for size, other in zip(sizes, others, strict=True):
-        costs.append(_sum(*layers[first : first + size], other))
+        costs.append(sum_costs(*layers[first : first + size], other))
         first += size
     return costs
-
-
-class Split(NamedTuple):
-    """A split of the layers: its simulated time; the stages that MTP layer and head have, 1, or 2 of which the last has
-    no layers; and the layers by stage."""
-
-    time: float
-    ends: int
-    sizes: tuple[int, ...]
-
-
-def auto_sizes(
-    parallel: ParallelConfig,
-    model: ModelConfig,
-    seq_length: int,
-    micro_batches: int,
-    losses: LossConfig = NEXT_TOKEN,
-    budget: int = AUTO_BUDGET,
-) -> list[Split]:
-    """The best split into 1 to AUTO_MAX_CHUNKS chunks a rank each, by local search, the fastest first.
-
-    Each search starts twice: from the even split, and with the head alone on the last stage; a move takes one layer
-    from a stage and gives it to another. An MTP layer that runs is tried with the head, and on the stage before it.
-    More micro-batches than two rounds are not simulated: the idle time at both ends does not depend on them.
-    `budget`: simulated actions in all.
-    """
-    pp = parallel.pipeline_model_parallel_size
-    pipeline = ParallelConfig(
-        pipeline_model_parallel_size=pp,
-        microbatch_group_size_per_vp_stage=parallel.microbatch_group_size_per_vp_stage,
-        pipeline_schedule=parallel.pipeline_schedule,
-        recompute_granularity=parallel.recompute_granularity,
-    )  # all that matters here: runs that differ elsewhere share the search
-    return _auto_sizes(pipeline, model, seq_length, min(micro_batches, 2 * pp), losses, budget)
-
-
-@lru_cache(maxsize=256)
-def _auto_sizes(
-    parallel: ParallelConfig, model: ModelConfig, seq_length: int, micro_batches: int, losses: LossConfig, budget: int
-) -> list[Split]:
-    layers, mtp, head = _part_costs(model, seq_length, parallel, MEASURED, losses)
-    pp, group_size = parallel.pipeline_model_parallel_size, parallel.microbatch_group_size_per_vp_stage
-    options = range(1, 1 + (min(AUTO_MAX_CHUNKS, len(layers) // pp) if pp > 1 else 1))
-    places = [(_sum(mtp, head),), (mtp, head)][: 2 if losses.mtp_steps and pp > 1 else 1]
-    found, each = [], budget // (2 * len(options) * len(places))
-    for chunks in options:
-        stages = pp * chunks
-        schedule = build_schedule(pp, chunks, micro_batches, group_size, name=parallel.pipeline_schedule)
-        steps = check_schedule(schedule)
-        starts = {even_sizes(len(layers), stages), even_sizes(len(layers), max(1, stages - 1)) + (0,) * (stages > 1)}
-        tries = [(start, ends) for start in starts for ends in places if len(ends) == 1 or start[-1] == 0]
-        found.append(min(_descend(start, steps, layers, ends, each) for start, ends in tries))
-    return sorted(found)
-
-
-def layout_string(sizes: Sequence[int], ends: int = 1) -> str:
-    """The layout string of two or more stages of these sizes; ends: see `Split`."""
-    texts = [f"t*{size}" if size > 1 else "t" * size for size in sizes]
-    if ends == 2:
-        texts[-2] += "m"
-    first, *inner, last = texts
-    runs = [(text, len(list(group))) for text, group in itertools.groupby(inner)]
-    middle = "".join(f"({text}|)*{count}" if count > 1 else f"{text}|" for text, count in runs)
-    return f"E{first}|{middle}{last}L"
-
-
-def _descend(
-    sizes: tuple[int, ...], steps: tuple[Step, ...], layers: list[Cost], ends: tuple[Cost, ...], budget: int
-) -> Split:
-    """First-improvement descent from `sizes` until no move helps or `budget` actions are simulated."""
-
-    def makespan(candidate: Sequence[int]) -> float:
-        return max(end_times(steps, flat_costs(_costs(candidate, layers, ends))))
-
-    time = makespan(sizes)
-    # Behind an MTP layer comes no other layer, so that the head is then alone.
-    taking = len(sizes) + 1 - len(ends)
-    moves = [(i, j) for i in range(taking) for j in range(taking) if i != j]
-    position = since = 0
-    while since < len(moves) and budget > 0:
-        source, target = moves[position]
-        position, since = (position + 1) % len(moves), since + 1
-        # Only the stage of the MTP layer or the head may be left without layers.
-        if sizes[source] > (source < taking - 1):
-            candidate = list(sizes)
-            candidate[source] -= 1
-            candidate[target] += 1
-            new = makespan(candidate)
-            budget -= len(steps)
-            if new < time:
-                sizes, time, since = tuple(candidate), new, 0
-    return Split(time, len(ends), sizes)

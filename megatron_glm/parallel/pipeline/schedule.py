@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -113,12 +113,16 @@ class Schedule:
         rank, chunk = self.placement.of_stage[stage]
         return rank, Action(kind, chunk, micro_batch)
 
-    def arrivals(self, rank: int, kind: str, sender: int) -> Iterator[Action]:
-        """The actions of `rank` that need a message of this kind from `sender`, in the order in which it sends."""
-        for action in self.actions[sender]:
-            effect = self.effect(sender, action) if action.kind == kind else None
-            if effect is not None and effect[0] == rank:
-                yield effect[1]
+    @cached_property
+    def messages(self) -> dict[tuple[int, str, int], list[Action]]:
+        """(receiver, kind, sender) -> the receiver's actions that need a message, in the order in which it is sent."""
+        found: dict[tuple[int, str, int], list[Action]] = {}
+        for sender, actions in enumerate(self.actions):
+            for action in actions:
+                effect = self.effect(sender, action)
+                if effect is not None and effect[0] != sender:
+                    found.setdefault((effect[0], action.kind, sender), []).append(effect[1])
+        return found
 
 
 @lru_cache(maxsize=64)  # each step asks again
@@ -257,13 +261,10 @@ def check_schedule(schedule: Schedule) -> tuple[Step, ...]:
         if len(steps) == before:
             stuck = [f"rank {r} at {a[done[r]]}" for r, a in enumerate(schedule.actions) if done[r] < len(a)]
             raise ValueError(f"the schedule cannot go on: {', '.join(stuck)}")
-    for rank, actions in enumerate(schedule.actions):
-        places = {action: place for place, action in enumerate(actions)}
-        for kind, sender in itertools.product((FORWARD, BACKWARD), range(schedule.pp)):
-            messages = list(schedule.arrivals(rank, kind, sender)) if sender != rank else []
-            for action, message in zip(sorted(messages, key=places.__getitem__), messages, strict=True):
-                if action != message:
-                    raise ValueError(f"rank {rank} needs {action}, and rank {sender} sends {message} first")
+    for (rank, _, sender), messages in sorted(schedule.messages.items()):
+        for action, message in zip(sorted(messages, key=lambda each: position[rank, each]), messages, strict=True):
+            if action != message:
+                raise ValueError(f"rank {rank} needs {action}, and rank {sender} sends {message} first")
     return tuple(steps)
 
 
