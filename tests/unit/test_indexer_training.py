@@ -180,6 +180,24 @@ def test_recomputation_changes_no_bit(granularity, teacher):
     assert plain.keys() == again.keys() and all(torch.equal(plain[name], again[name]) for name in plain)
 
 
+@pytest.mark.parametrize("granularity", ["full", "selective"])
+def test_micro_batches_under_way_together_keep_their_own_students(granularity):
+    """F1 F2 B1 B2, as in a pipeline: the bits of no recomputation."""
+
+    def together(recompute: str) -> dict[str, Tensor]:
+        chunk, losses = make_chunk(SPARSE, recompute), []
+        for seed, lengths in ((1, LENGTHS), (2, (9, 30))):
+            tokens = torch.randint(0, CONFIG.vocab_size, (TOTAL,), generator=torch.Generator().manual_seed(seed))
+            batch = MicroBatch(tokens, tokens, PackRows.build(CONFIG, lengths, TOTAL), {"lm": 0.1, "indexer": 0.5})
+            losses.append(chunk(batch, {})[1])
+        for found in losses:
+            torch.autograd.backward(list(found.values()))
+        return {name: p.grad for name, p in chunk.named_parameters() if p.grad is not None}
+
+    plain, again = together("none"), together(granularity)
+    assert plain.keys() == again.keys() and all(torch.equal(plain[name], again[name]) for name in plain)
+
+
 def test_served_is_the_mean_of_the_layers_own_losses(monkeypatch):
     """Each layer alone as the teacher of its group, in turn: the mean of the gradients is that of them together."""
     served = run(make_chunk(SPARSE))
