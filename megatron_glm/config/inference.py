@@ -8,13 +8,14 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from . import CheckpointConfig, DataConfig, KernelConfig, ParallelConfig, RunConfig, TrainConfig
+from . import CheckpointConfig, DataConfig, KernelConfig, LoraConfig, ParallelConfig, RunConfig, TrainConfig
 from .flags import Parser, add_flag, resolve
 from .section import Section, flag_name, option
 
 # The flags of a training run that these programs have, too, by section.
 FLAGS: dict[type[Section], Sequence[str]] = {
     CheckpointConfig: ("load", "load_hf", "ckpt_step"),
+    LoraConfig: ("base", "base_precision"),
     TrainConfig: ("bf16",),
     DataConfig: ("tokenizer_model", "ignore_keys", "special_tokens_in_text"),
     ParallelConfig: (

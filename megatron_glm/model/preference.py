@@ -54,7 +54,7 @@ def preference_losses(
 
     (loss,), _ = head([Prediction(hidden, labels, row_factors=row_factors)], chunk_size)
     found = {name: value.detach().float() for name, value in found.items()}
-    return found | {"dpo": found["dpo"] + loss - loss.detach()}
+    return found | {"dpo": found["dpo"] + (loss - loss.detach())}
 
 
 def by_document(values: Tensor, documents: Tensor, count: int) -> Tensor:
