@@ -29,6 +29,8 @@ PANELS = (  # title, key of a record, scale
     ("lm loss", "lm_loss", 1.0),
     ("indexer loss", "indexer_loss", 1.0),
     ("indexer recall", "indexer_recall", 1.0),
+    ("MTP losses (dashed: later steps)", "mtp_losses", 1.0),
+    ("MTP acceptance (dashed: later steps)", "mtp_acceptance", 1.0),
     ("gradient norm", "grad_norm", 1.0),
     ("learning rate", "learning_rate", 1.0),
     ("tokens/s of a GPU", "tokens_per_second_per_gpu", 1.0),
@@ -36,7 +38,8 @@ PANELS = (  # title, key of a record, scale
 )
 NAMES = [key for _, key, _ in PANELS]
 FROM_ZERO = ("learning_rate", "tokens_per_second_per_gpu", "peak_memory_bytes")
-WHERE_GIVEN = ("indexer_loss", "indexer_recall")
+WHERE_GIVEN = ("indexer_loss", "indexer_recall", "mtp_losses", "mtp_acceptance")
+DASHES = ("-", "--", "-.", ":")  # of the places in a list
 SMOOTHED = ("lm_loss", *WHERE_GIVEN, "grad_norm", "tokens_per_second_per_gpu")
 
 Points = list[tuple[float, float]]  # (iteration, value)
@@ -71,6 +74,18 @@ def points(records: Sequence[dict[str, Any]], key: str, scale: float = 1.0) -> P
     values = ((r["iteration"], value) for r in records for value in _values(r.get(key)))
     numbers = ((iteration, value) for iteration, value in values if isinstance(value, int | float))
     return [(iteration, number * scale) for iteration, number in numbers if math.isfinite(number)]
+
+
+def lines(records: Sequence[dict[str, Any]], key: str, scale: float = 1.0) -> list[Points]:
+    """The points of `key`, or of each place in its values where they are lists."""
+    lists = [r for r in records if isinstance(r.get(key), list)]
+    if not lists:
+        return [points(records, key, scale)]
+    places = range(max(len(r[key]) for r in lists))
+    return [
+        points([{"iteration": r["iteration"], key: r[key][place]} for r in lists if place < len(r[key])], key, scale)
+        for place in places
+    ]
 
 
 def _values(value: Any) -> list:
@@ -129,7 +144,9 @@ def draw(
         axes = places.flatten()
         for axis, (title, key, scale) in zip(axes, panels, strict=False):
             for number, records in enumerate(runs.values()):
-                draw_line(axis, points(records, key, scale), f"C{number % 10}", smooth if key in SMOOTHED else 1)
+                for place, line in enumerate(lines(records, key, scale)):
+                    dash = DASHES[min(place, len(DASHES) - 1)]
+                    draw_line(axis, line, f"C{number % 10}", smooth if key in SMOOTHED else 1, dash)
                 if key == "lm_loss" and (valid := points(records, "valid_lm_loss")):
                     title = "lm loss (dots: validation)"
                     dots = {"color": f"C{number % 10}", "markeredgecolor": "black", "markersize": 5, "zorder": 3}
@@ -151,11 +168,11 @@ def draw(
         pyplot.close(figure)
 
 
-def draw_line(axis: Any, line: Points, color: str, smooth: int) -> None:
+def draw_line(axis: Any, line: Points, color: str, smooth: int, dash: str) -> None:
     layers = [(line, 0.8)] if smooth == 1 else [(line, 0.2), (smoothed(line, smooth), 1.0)]
     for layer, alpha in layers:
         thin = thinned(layer)
-        axis.plot([x for x, _ in thin], [y for _, y in thin], color=color, linewidth=1.2, alpha=alpha)
+        axis.plot([x for x, _ in thin], [y for _, y in thin], dash, color=color, linewidth=1.2, alpha=alpha)
 
 
 def build_parser() -> argparse.ArgumentParser:

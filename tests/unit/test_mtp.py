@@ -12,6 +12,8 @@ from megatron_glm.config import KernelConfig, LossConfig, ParallelConfig, RunCon
 from megatron_glm.data.packing import PackedBatch, ahead
 from megatron_glm.training.engine import Engine, losses_of
 from megatron_glm.training.initialize import build_chunks
+from megatron_glm.training.optimizer import build_optimizer
+from megatron_glm.training.step import train_step
 from tests.reference import canonical, gradient_errors, hf_model, recorded, single_groups, small_config
 
 pytest.importorskip("transformers")
@@ -302,6 +304,19 @@ def test_a_pack_of_padding_alone_has_losses_and_gradients_of_zero():
     found, gradients, _ = run(engine, chunk, batch(model.vocab_size, 0, ()))
     assert len(found) == 7 and not any(found.values())
     assert not any(gradient.any() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("loss", ["ce", "tv"])
+def test_steps_learn_the_text_or_to_be_accepted(loss):
+    """The text is random, as is the trunk: who learns the one does not learn the other."""
+    model, deeper = config(True)
+    chunk, engine = ours(model, Reference(deeper, 0), LossConfig(2, mtp_loss=loss, train_only="mtp"))
+    optimizer = build_optimizer(engine.config.optimizer, [chunk])
+    first, *_, last = [train_step(engine, optimizer, [batch(model.vocab_size, 0)], 1e-2).losses for _ in range(25)]
+    assert first["lm"] == last["lm"]
+    for step in (1, 2):
+        assert last[f"mtp_{step}"] < 0.8 * first[f"mtp_{step}"]
+        assert (last[f"accepted_{step}"] > first[f"accepted_{step}"] + 0.3) == (loss == "tv")
 
 
 def test_tokens_and_labels_ahead_stay_in_their_document_and_mask():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import math
 import runpy
 import subprocess
 import sys
@@ -205,6 +206,13 @@ def test_smoothed_values_are_means_of_the_last_ones():
     assert namespace["smoothed"](line, 1) == line
 
 
+def test_lists_are_a_line_for_each_place():
+    lines = runpy.run_path(str(ROOT / "tools/plot_log.py"))["lines"]
+    records = [{"iteration": 1, "a": [1.0, 2.0]}, {"iteration": 2}, {"iteration": 3, "a": [4.0, math.nan, 6.0]}]
+    assert lines(records, "a", 2.0) == [[(1, 2.0), (3, 8.0)], [(1, 4.0)], [(3, 12.0)]]
+    assert lines([{"iteration": 1, "a": 3.0}], "a") == [[(1, 3.0)]] and lines(records, "b") == [[]]
+
+
 def test_plot_draws_runs_of_different_lengths(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
@@ -213,7 +221,7 @@ def test_plot_draws_runs_of_different_lengths(tmp_path, monkeypatch):
         records = [{"iteration": i, "lm_loss": 1 / i, "grad_norm": 1.0} for i in range(1, count + 1)]
         records[0] |= {"learning_rate": 0.1}
         records[1] |= {"valid_lm_loss": 0.5, "tokens_per_second_per_gpu": 10.0, "peak_memory_bytes": 2**30}
-        records[2] |= {"lm_loss": None}
+        records[2] |= {"lm_loss": None, "mtp_losses": [1.0, 2.0], "mtp_acceptance": [0.5, 0.4]}
         records.insert(0, {"kind": "config", "from_iteration": 0})
         Path(name, "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + '{"iterat')
     done = plot("a/log.jsonl", "b/log.jsonl", "--save", "pictures/runs.png", "--smooth", "5")
