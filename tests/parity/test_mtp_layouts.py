@@ -6,11 +6,13 @@ from dataclasses import replace
 from functools import cache, partial
 
 import pytest
+import torch
 
 from megatron_glm.config import LossConfig, ParallelConfig, RunConfig
 from tests import distributed
 from tests.parity.layouts import Result, clear_reference, pack, parity_model, run_config, train_layouts
 from tests.parity.test_layouts import EVERY, FULL, KEPT, SELECTIVE, ZERO_BUBBLE, compare, layout
+from tests.reference import single_groups
 
 pytestmark = pytest.mark.timeout(900)  # the first case of a world size runs all of them
 
@@ -90,3 +92,26 @@ def test_layout_trains_mtp_as_one_process(world_size, name):
     for ours, one in zip(result.others, expected.others, strict=True):
         assert ours == pytest.approx(one, abs=1e-5)
     assert min(expected.others[0].values()) >= 0 and any("mtp" in key for key in expected.others[0])
+
+
+def next_tokens(config: RunConfig):
+    """What the model answers for one pack, on the ranks of the last stage."""
+    from megatron_glm.parallel.groups import ParallelGroups
+    from megatron_glm.training.engine import Engine
+    from megatron_glm.training.initialize import build_chunks, pipeline_layout
+
+    layout = pipeline_layout(config, 1)
+    groups = ParallelGroups.create(config.parallel, embedding=layout.embedding_ranks(predicts=True))
+    engine = Engine(config, groups, build_chunks(config, groups))
+    [found] = engine.ask([pack(config.model, 0, 0, 1)], "next tokens")
+    distributed.close_groups(groups)
+    return found.get("tokens")
+
+
+def test_a_question_about_next_tokens_runs_no_steps():
+    """Their hidden states are then in no message either."""
+    single_groups()
+    expected = next_tokens(configured(SHARED, ParallelConfig(), 0))
+    config = configured(SHARED, layout(pp=2, pipeline_model_parallel_layout="Etttt,m|L")[1], 0)
+    first, last = distributed.run(2, next_tokens, config)
+    assert first is None and torch.equal(last, expected) and (last >= 0).all()
