@@ -91,9 +91,7 @@ def test_the_sparse_stage_needs_a_few_arrays_of_the_selected_keys():
     less, more = (
         [b["activations"] - a["activations"] for a, b in zip(x, y, strict=True)] for x, y in ((off, own), (own, served))
     )
-    assert (
-        min(less) == min(more) == 0 < min(max(less), max(more))
-    )  # some rank has no indexer, to some no student crosses
+    assert min(*less, *more) >= 0 and max(less) > 0 and max(more) > 0  # with "own" no student crosses
 
 
 def test_warm_up_sends_tokens_to_experts_in_the_forward_alone():
