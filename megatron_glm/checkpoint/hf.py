@@ -22,7 +22,7 @@ from ..config.model import ModelConfig
 from ..config.parameters import Parameter, model_parameters
 from ..config.quantization import EXPORT_BLOCK, weight_block
 from ..config.source import read_json, without_null
-from ..ops.fp8 import dequantize, scale_shape
+from ..ops.fp8 import BLOCK, FP8, dequantize, scale_shape
 from ..parallel.shard import Rectangle
 from .chunks import Shapes, pieces_of, require
 from .hf_folder import SafetensorsFolder, check_folder, format_of
@@ -198,6 +198,27 @@ class HFCheckpoint:
             for offsets, data in pieces_of(rectangle):
                 data.copy_(self.read(rectangle.name, offsets, tuple(data.shape)))
                 heartbeat.beat()
+
+    def stored_blocks(self, name: str, expert: int, part: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(values, scales) of one matrix of an expert as the files hold them: in e4m3, in blocks of 128 x 128.
+
+        None where they hold another precision or other blocks. part: 0, or 1 of the second of two stacked matrices.
+        """
+        tensors, parameter = self.tensors[name], model_parameters(self.config)[name]
+        parts = len(parameter.expert_matrices)
+        tensor = tensors[0] if len(tensors) == 1 else tensors[expert * parts + part]
+        scale = self.source.entries.get(tensor.key + SCALE_SUFFIX)
+        data = self.source.entries[tensor.key]
+        if scale is None or data.dtype != FP8 or tuple(self.block) != BLOCK:
+            return None
+        values, scales = data.tensor(), scale.tensor()
+        if len(tensors) == 1:  # all experts, with the matrices of each stacked
+            rows = values.shape[1] // parts
+            if rows % BLOCK[0]:
+                return None
+            values = values[expert, part * rows : (part + 1) * rows]
+            scales = scales[expert].unflatten(0, (parts, -1))[part]
+        return values, scales.float()
 
     def _piece(self, tensor: HFTensor, low: list[int], high: list[int]) -> torch.Tensor:
         """Canonical rows and columns [low, high) of one Hugging Face tensor."""

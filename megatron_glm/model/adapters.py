@@ -17,7 +17,13 @@ ADAPTED = (ParallelLinear, Experts)
 
 
 def add_adapters(chunk: nn.Module, model: ModelConfig, lora: LoraConfig) -> None:
-    """Gives each weight that is to have one (`adapter_parameters`) its adapter."""
+    """Gives each weight that is to have one (`adapter_parameters`) its adapter.
+
+    With --base-precision fp8 the routed experts are held in FP8.
+    """
+    for module in chunk.modules() if lora.base_precision == "fp8" else ():
+        if isinstance(module, Experts):
+            module.hold_in_fp8()
     table = adapter_parameters(model, lora)
     for name, module in list(chunk.named_modules()) if table else ():
         if isinstance(module, ADAPTED) and (f"{name}.lora_A" in table or f"{name}.gate_lora_A" in table):

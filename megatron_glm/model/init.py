@@ -28,6 +28,8 @@ def initialize_weights(chunk: GLMChunk, seed: int, only: str | None = None) -> N
         if only is not None and (name not in chunk.declared or chunk.declared[name].part != only):
             continue
         local(tensor).zero_()  # vocabulary padding and buffers stay zero
+        if name.endswith("_scale"):
+            tensor.fill_(1.0)  # of experts that are held in FP8
         if name not in chunk.declared:
             continue
         part = rectangle(name, tensor, chunk.shards[name])

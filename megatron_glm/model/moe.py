@@ -12,11 +12,15 @@ from megatron_glm.model.mlp import MLP
 from megatron_glm.model.pack import PackRows
 from megatron_glm.model.router import Router
 from megatron_glm.ops.experts import ExpertAdapters, grouped_mlp
+from megatron_glm.ops.fp8 import BLOCK, BLOCKS, FP8, Blocks, scale_shape
+from megatron_glm.ops.fp8_products import HeldInFp8
 from megatron_glm.ops.grad_sum import AS_THEY_ARE
 from megatron_glm.parallel.dispatch.local import Dispatcher
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.shard import ShardInfo
 from megatron_glm.parallel.streams import beside
+
+MATRICES = {"gate_up": 2, "down": 1}  # of the experts, and how many each stacks
 
 
 class Experts(nn.Module):
@@ -50,12 +54,42 @@ class Experts(nn.Module):
             self._add(f"{name}_lora_B", (experts, out, rank))
         self.adapter_scale = scale
 
+    def hold_in_fp8(self) -> None:
+        """Holds the frozen matrices in e4m3, with buffers of scales [e, parts, …]: gate and up apart.
+
+        The buffers are part of no checkpoint: what is frozen is in none, either.
+        """
+        for name, parts in MATRICES.items():
+            weight = getattr(self, name)
+            setattr(self, name, nn.Parameter(torch.empty(weight.shape, dtype=FP8), requires_grad=False))
+            experts, rows, columns = weight.shape
+            scales = torch.empty(experts, *scale_shape((parts, rows // parts, columns)))
+            self.register_buffer(f"{name}_scale", scales, persistent=False)
+        if self.products is AS_THEY_ARE:
+            self.products = HeldInFp8()
+
+    def fp8_blocks(self) -> dict[str, Blocks]:
+        """The matrices that are held in FP8, by name; none where they are not."""
+        held = {name: getattr(self, name).detach() for name in MATRICES}
+        return {name: Blocks(x, getattr(self, f"{name}_scale")) for name, x in held.items() if x.dtype == FP8}
+
+    def _matrix(self, name: str) -> Tensor:
+        """What computes: the parameter, or its numbers in FP8 with the scales that go with them."""
+        if (blocks := self.fp8_blocks().get(name)) is None:
+            return getattr(self, name)
+        rows = blocks.values.shape[1] // blocks.scales.shape[1]
+        if rows % BLOCK[0] == 0:  # then the blocks of the parts are those of the whole
+            blocks = Blocks(blocks.values, blocks.scales.flatten(1, 2))
+        setattr(blocks.values, BLOCKS, blocks)
+        return blocks.values
+
     def forward(self, rows: Tensor, row_weights: Tensor, counts: Tensor) -> Tensor:
         adapters = None
         if self.adapter_scale:
             gate, up, down = ([getattr(self, f"{name}_{end}") for end in ADAPTER] for name in ("gate", "up", "down"))
             adapters = ExpertAdapters(gate, up, down, self.adapter_scale)
-        return grouped_mlp(rows, row_weights, counts, self.gate_up, self.down, self.products, adapters)
+        gate_up, down = map(self._matrix, MATRICES)
+        return grouped_mlp(rows, row_weights, counts, gate_up, down, self.products, adapters)
 
 
 class MoE(nn.Module):

@@ -9,6 +9,7 @@ from torch import nn
 
 from megatron_glm.config.model import ModelConfig
 from megatron_glm.config.parameters import ADAPTER, model_parameters
+from megatron_glm.ops.fp8 import FP8
 
 TRUNK = frozenset({"trunk"})
 
@@ -40,5 +41,5 @@ def hold_as_stored(chunk: nn.Module, stored: Mapping[str, torch.dtype]) -> None:
     Call it before they take memory and are sharded. One that `stored` does not name stays fp32, in which it is drawn.
     """
     for name, parameter in chunk.named_parameters():
-        if not parameter.requires_grad and name in stored:
+        if not parameter.requires_grad and name in stored and parameter.dtype != FP8:
             parameter.data = parameter.data.to(stored[name])

@@ -91,9 +91,10 @@ class Blocks:
         """By the torch definition, from [..., out, in] in the dtype that computes."""
         return cls(*quantize(weight))
 
-    def whole(self) -> Tensor:
-        """[..., out, in] fp32."""
-        return dequantize(self.values, self.scales)
+    def whole(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[..., out, in]; with scales [e, parts, ...], each part of the rows has blocks of its own."""
+        parts = self.values.view(*self.scales.shape[:-2], -1, self.values.shape[-1])
+        return dequantize(parts, self.scales, dtype=dtype).view(self.values.shape)
 
     def for_gradients(self) -> tuple[Tensor, Tensor]:
         """The transpose: values [..., in, out], in memory in that order, and scales [..., in / 128, out / 128]."""

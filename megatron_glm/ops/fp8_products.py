@@ -71,6 +71,27 @@ class Fp8Products(Products):
         return product if total is None else total.add_(product)
 
 
+@dataclass(frozen=True)
+class HeldInFp8(Products):
+    """Products of a frozen weight that is held in FP8, in the precision of the rows: what it stands for is made for
+    each product, and kept by none."""
+
+    blocks: Blocks | None = None
+
+    def bound(self, weight: Tensor) -> Products:
+        return replace(self, blocks=getattr(weight, BLOCKS))
+
+    def output(self, x: Tensor, weight: Tensor, ends: Tensor | None = None) -> Tensor:
+        return super().output(x, self._whole(x), ends)
+
+    def input_gradient(self, gradient: Tensor, weight: Tensor, ends: Tensor | None = None) -> Tensor:
+        return super().input_gradient(gradient, self._whole(gradient), ends)
+
+    def _whole(self, rows: Tensor) -> Tensor:
+        assert self.blocks is not None, "`bound` gives them"
+        return self.blocks.whole(rows.dtype)
+
+
 def _seen(x: Tensor) -> Tensor:
     """x [n, k] as an FP8 product sees it, in fp32."""
     return dequantize(*quantize(x, ROW), ROW)

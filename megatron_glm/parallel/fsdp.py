@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_glm.config import ParallelConfig
+from megatron_glm.ops.fp8 import FP8
 from megatron_glm.ops.grad_sum import GRAD_SUM, GradSum, set_grad_sum
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.shard import ModelChunk, Rectangle, ShardInfo
@@ -57,7 +58,7 @@ def shard_chunk(parallel: ParallelConfig, groups: ParallelGroups, chunk: ModelCh
     # no cast of inputs: hidden states have the type already, and the plan's rope tables must keep theirs
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     whole_experts, whole_chunk = holds_whole(groups.dp_cp.size(), groups.edp.size())
-    elsewhere: set[nn.Parameter] = set()
+    elsewhere = {p for p in chunk.parameters() if p.dtype == FP8}  # whole on each rank: a gathered one needs its scales
 
     def shard(module: nn.Module, group: dist.ProcessGroup, whole: bool, reshard: bool, experts: bool = False) -> None:
         if not whole:

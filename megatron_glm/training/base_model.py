@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from megatron_glm import heartbeat
 from megatron_glm.checkpoint import sharded
 from megatron_glm.checkpoint.adapters import Base, read_adapter_state
 from megatron_glm.checkpoint.hf import HFCheckpoint, parameter_shapes
 from megatron_glm.config import RunConfig, iterations
 from megatron_glm.config.parameters import ADAPTER, model_parameters
-from megatron_glm.parallel.shard import Rectangle
+from megatron_glm.model.glm import GLMChunk
+from megatron_glm.model.moe import Experts
+from megatron_glm.ops.fp8 import FP8, Blocks, quantize
+from megatron_glm.parallel.shard import Rectangle, ShardInfo
 
 
 def loaded_base(config: RunConfig) -> Base | None:
@@ -55,13 +60,45 @@ def base_of_run(config: RunConfig) -> Base | None:
     return None
 
 
-def fill_base(folder: Path, rectangles: Sequence[Rectangle]) -> None:
-    """Reads this rank's parts of the frozen model, from a Hugging Face folder or an `iter_…` folder."""
-    frozen = [r for r in rectangles if not r.name.endswith(ADAPTER)]
-    if iterations.is_complete(folder):
-        sharded.Reader(folder).read(frozen)
-    else:
-        HFCheckpoint(folder).fill(frozen)
+def fill_base(folder: Path, chunks: Sequence[GLMChunk], rectangles: Sequence[Rectangle]) -> int:
+    """Reads this rank's parts of the frozen model, from a Hugging Face folder or an `iter_…` folder.
+
+    Experts that are held in FP8 are read one matrix at a time: as they are, where the folder holds them in FP8 in
+    blocks of 128 x 128, else cast by the rule of an export. Returns how many matrices were cast.
+    """
+    source = sharded.Reader(folder) if iterations.is_complete(folder) else HFCheckpoint(folder)
+    frozen = [r for r in rectangles if not r.name.endswith(ADAPTER) and r.tensor.dtype != FP8]
+    source.read(frozen) if isinstance(source, sharded.Reader) else source.fill(frozen)
+    cast = 0
+    for chunk in chunks:
+        for at, module in chunk.named_modules():
+            for name, blocks in module.fp8_blocks().items() if isinstance(module, Experts) else ():
+                info = chunk.shards[f"{at}.{name}"]
+                cast += _fill_blocks(source, f"{at}.{name}", info, blocks)
+    return cast
+
+
+def _fill_blocks(source: sharded.Reader | HFCheckpoint, name: str, info: ShardInfo, blocks: Blocks) -> int:
+    experts, parts = blocks.scales.shape[:2]
+    values = blocks.values.unflatten(1, (parts, -1))
+    rows, columns = values.shape[2:]
+    cast = 0
+    for expert, part in itertools.product(range(experts), range(parts)):
+        heartbeat.beat()
+        offsets, sizes = (info.offsets[0] + expert, part * rows, 0), (1, rows, columns)
+        into = values[expert, part], blocks.scales[expert, part]
+        if isinstance(source, HFCheckpoint) and (stored := source.stored_blocks(name, offsets[0], part)) is not None:
+            found = stored
+        else:
+            whole = (
+                source.read(name, offsets, sizes)
+                if isinstance(source, HFCheckpoint)
+                else source.tensor(name, offsets, sizes, torch.bfloat16)
+            )
+            found, cast = quantize(whole[0].to(into[0].device)), cast + 1
+        for target, tensor in zip(into, found, strict=True):
+            target.copy_(tensor)
+    return cast
 
 
 def adapters(rectangles: Sequence[Rectangle]) -> list[Rectangle]:

@@ -238,8 +238,15 @@ def load_checkpoint(
     source = config.checkpoint.load_hf if under is None else under.folder
     if source is not None:
         log(f"loading {source}")
-        sharded.together(groups.checkpoint, lambda: fill_base(Path(source), rectangles))
-        log(f"loaded {source} (weights only)")
+        cast = 0
+
+        def fill() -> None:
+            nonlocal cast
+            cast = fill_base(Path(source), chunks, rectangles)
+
+        sharded.together(groups.checkpoint, fill)
+        rule = f"; {cast} matrices of experts were cast to FP8 by the rule of an export" if cast else ""
+        log(f"loaded {source} (weights only{rule})")
     if config.checkpoint.load is None or (under is not None and loaded_base(config) is None):
         return Progress()
     if under is not None:

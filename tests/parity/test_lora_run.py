@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_glm.checkpoint import convert, hf, sharded
@@ -105,3 +106,22 @@ def test_flags_that_contradict_the_adapters(folder, capfd):
         folder, capfd, load=None, hf_config="hf", save="nothing", lora_rank=4, lora_expert_rank=8
     )
     assert not (folder / "nothing").exists()
+
+
+@pytest.mark.parametrize("layout", [None, *LAYOUTS])
+def test_a_base_in_fp8_is_that_of_its_files_in_bf16_bit_for_bit(folder, layout):
+    """Losses and adapters, from files in FP8 and from a checkpoint that was converted from them."""
+    if not (folder / "released").exists():
+        convert.Export(folder / "base/iter_0000000", fp8=True).write(folder / "released", Run())
+        convert.Import(hf.HFCheckpoint(folder / "released"), folder / "widened").write(Run())
+    ranks, flags = (1, {}) if layout is None else (4, LAYOUTS[layout])
+    found = {}
+    sources = {"fp8": {"load_hf": "released"}, "bf16": {"load_hf": "released"}, "cast": {"load": "widened"}}
+    for name, source in sources.items():
+        precision = "bf16" if name == "bf16" else "fp8"
+        out = f"{name} of {layout}"
+        lines = train(ranks, folder, 2, out, base_precision=precision, bf16=True, **source, **LORA, **flags)
+        found[name] = losses(lines), stored(folder / out / "iter_0000002")
+    for name in ("fp8", "cast"):
+        assert found[name][0] == found["bf16"][0]
+        assert all(torch.equal(found[name][1][key], value) for key, value in found["bf16"][1].items()), name
