@@ -5,6 +5,7 @@
 # the same layout in small on 8 CPU processes, with a random model and data made in TINY_FOLDER; PYTHON.
 # A recipe that sets PROGRAM=pretrain_glm.py first starts from scratch where CHECKPOINT is none. One that also sets
 # AFTER=RECIPE is a stage after that recipe: a new run, iteration 0, from the weights of the last one.
+# A recipe with BASE, a Hugging Face folder, trains adapters on it as it is: CHECKPOINT is then for SCALE=tiny alone.
 # Flags of the program on the command line come last and win. --dry-run plans the run and starts nothing. --layout auto
 # takes the fastest layout that fits (tools/plan.py search) instead of the recipe's, on GPUs of --gpu-type (h100).
 # Ranks: torchrun on each node, or this process is one of srun's.
@@ -168,9 +169,10 @@ holds_checkpoints() {
 
 # The flags of the run -> `args`: the recipe, what SCALE=tiny changes, the command line.
 collect() {
-  local load=(--load "$CHECKPOINT")
+  local load=(--load "${CHECKPOINT:=none}")
   if [ -n "${AFTER:-}" ]; then load+=(--finetune); fi
   if [ "$CHECKPOINT" = none ] && [ "$program" = pretrain_glm.py ]; then load=(); fi
+  if [ -n "${BASE:-}" ] && [ "$SCALE" = full ]; then load=(--load-hf "$BASE"); fi
   if [ "$SCALE" = full ] && holds_checkpoints "$SAVE"; then
     say "SAVE holds a checkpoint: going on from there"
     load=(--load "$SAVE")
@@ -200,6 +202,13 @@ collect() {
 # The checkpoint's files -> `problems`, with what to do.
 check_checkpoint() {
   local values load folder download="hf download $HF_MODEL --local-dir hf/${HF_MODEL#*/}"
+  values_of --load-hf
+  if [ ${#values[@]} != 0 ]; then
+    if [ -e "${values[0]}/config.json" ]; then check_model "${values[0]}/config.json" BASE; return; fi
+    problems+=("${values[0]} holds no model. Set BASE to a Hugging Face folder, or download it:
+    hf download $HF_MODEL --local-dir $(quoted "${values[0]}")")
+    return
+  fi
   values_of --load
   if [ ${#values[@]} = 0 ]; then return; fi # from scratch
   load=${values[0]}
@@ -232,7 +241,7 @@ print_start(*sys.argv[1:])' "$load" "${values[@]}"); then
 # json_number KEY FILE -> stdout, nothing if it is not there.
 json_number() { { grep -oE "\"$1\": *[0-9]+" "$2" 2>/dev/null || true; } | head -n 1 | grep -oE '[0-9]+$' || true; }
 
-# check_model CONFIG: the checkpoint's model against the recipe's -> `problems`. GLM-5 and 5.2 have the same shapes, so
+# check_model CONFIG [VARIABLE]: the checkpoint's model against the recipe's -> `problems`. GLM-5 and 5.2 have the same shapes, so
 # that the rotary base tells them apart.
 check_model() {
   local values preset key wanted found
@@ -244,7 +253,7 @@ check_model() {
     found=$(json_number "${key%=*}" "$1")
     if [ -n "$wanted" ] && [ -n "$found" ] && [ "$wanted" != "$found" ]; then
       problems+=("$1 has ${key%=*} $found, the recipe's model has $wanted: the checkpoint is of another model.
-  Set CHECKPOINT to $HF_MODEL, converted")
+  Set ${2:-CHECKPOINT} to $HF_MODEL$([ -n "${2:-}" ] || echo ", converted")")
       return
     fi
   done

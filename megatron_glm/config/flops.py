@@ -15,8 +15,9 @@ from functools import cache
 from typing import NamedTuple
 
 from .indexer import FROZEN, IndexerConfig
+from .lora import NO_ADAPTERS, LoraConfig
 from .model import ModelConfig
-from .parameters import layer_parameters, model_parameters
+from .parameters import adapter_parameters, layer_parameters, model_parameters
 from .run import RunConfig
 from .training import NEXT_TOKEN, LossConfig
 
@@ -109,8 +110,11 @@ def training_flops(
     losses: LossConfig = NEXT_TOKEN,
     indexer: IndexerConfig = FROZEN,
     dense: bool = False,
+    lora: LoraConfig = NO_ADAPTERS,
 ) -> int:
     """FLOPs of a training step on these documents: the backward costs twice the forward, except of what is frozen.
+
+    Under adapters the frozen weights have a gradient of their input alone: two products instead of three.
 
     Args:
         losses, indexer: what is trained; in the indexer's warm-up, and with --train-only, the trunk has a forward only.
@@ -122,6 +126,10 @@ def training_flops(
     mtp, mtp_scores = mtp_flops(seen, lengths, losses.mtp_steps)
     frozen = indexer.indexer_training == "warmup" or losses.train_only is not None
     total = (1 if frozen else 3) * trunk + 3 * mtp + (0 if dense else scores + mtp_scores)
+    if lora.lora_rank:
+        attention = sum(layer_flops(seen, layer, lengths).attention for layer in range(config.num_hidden_layers))
+        adapters = sum(parameter.flops for parameter in adapter_parameters(config, lora).values())
+        total += 3 * sum(lengths) * adapters - (trunk - attention)
     if losses.mtp_detaches or losses.train_only == "mtp":  # the head's weight has no gradient of the steps
         total -= sum(head_flops(config, max(0, n - step)) for n in lengths for step in range(1, 1 + losses.mtp_steps))
     return total + indexer_loss_flops(seen, lengths, indexer, losses.mtp_steps)

@@ -7,6 +7,7 @@ formula. Every document is taken to fill its pack, which attends the most. All a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -146,8 +147,8 @@ class Plan:
         return make_dispatcher(self.config, ParallelGroups.of_sizes(self.grid))
 
     def units(self, stage: Stage) -> tuple[FsdpUnit, ...]:
-        model, parts = self.config.model, self.config.trained_parts
-        return self._once(stage, lambda: stage_units(model, self.grid, stage, parts))
+        model, parts, lora = self.config.model, self.config.trained_parts, self.config.lora
+        return self._once(stage, lambda: stage_units(model, self.grid, stage, parts, lora))
 
     def rank_units(self, pp_rank: int) -> list[FsdpUnit]:
         stages = self.layout.of_rank(pp_rank)
@@ -162,23 +163,38 @@ class Plan:
         """What the fullest rank of a pipeline rank holds: the first one, whose shards are never the smaller ones."""
         return self._held(pp_rank, 0, 0)
 
-    def _elements(self, pp_rank: int, dp_cp_rank: int, edp_rank: int) -> tuple[int, int]:
-        """(trained, frozen) ones that a rank holds."""
-        grid, trained, frozen = self.grid, 0, 0
+    def elements(self, pp_rank: int, dp_cp_rank: int = 0, edp_rank: int = 0) -> tuple[int, int, int]:
+        """Those that a rank holds: trained, frozen, and frozen in FP8, of which data ranks have no shards."""
+        grid, trained, frozen, blocks = self.grid, 0, 0, 0
         for unit in self.rank_units(pp_rank):
             index, size = (edp_rank, grid.edp) if unit.expert else (dp_cp_rank, grid.dp * grid.cp)
             more, still = unit.shard(index, size)
-            trained, frozen = trained + more, frozen + still
-        return trained, frozen
+            trained += more
+            if unit.expert and self.experts_in_fp8:
+                blocks += unit.shard(0, 1)[1]
+            else:
+                frozen += still
+        return trained, frozen, blocks
 
     def _held(self, *place: int) -> BytesHeld:
-        trained, frozen = self._once(("held", *place), lambda: self._elements(*place))
+        trained, frozen, blocks = self._once(("held", *place), lambda: self.elements(*place))
         moment = 2 if self.config.optimizer.adam_moments_dtype == "bf16" else FP32
-        return BytesHeld(FP32 * trained, self.frozen_bytes * frozen, FP32 * trained, 2 * moment * trained)
+        held = self.frozen_bytes * frozen + blocks + FP32 * blocks // MULTIPLE**2
+        return BytesHeld(FP32 * trained, held, FP32 * trained, 2 * moment * trained)
+
+    @property
+    def experts_in_fp8(self) -> bool:
+        """Whether the routed experts are frozen and held in FP8."""
+        return self.config.lora.base_precision == "fp8"
 
     @property
     def frozen_bytes(self) -> int:
-        """Of an element that is not trained: as a released checkpoint holds it, or fp32, in which it is drawn."""
+        """Of an element that is not trained: as a released checkpoint holds it, or fp32, in which it is drawn.
+
+        Under adapters as --base-precision says; routed experts may be in FP8 then.
+        """
+        if self.config.lora.lora_rank:
+            return FP32 if self.config.lora.precision(self.config.train.bf16) == "fp32" else 2
         section, narrow = self.config.checkpoint, self.config.model.dtype != "float32"
         return 2 if narrow and (section.load or section.load_hf) is not None else FP32
 
@@ -264,6 +280,9 @@ class Plan:
                 whole, units = self._whole(expert), [u for u in self.units(stage) if u.runs and u.expert == expert]
                 cast = keep[expert] and self.config.fp8.blockwise
                 as_held = whole and self.frozen_bytes == b and not cast  # frozen weights compute as they are
+                if expert and self.experts_in_fp8:  # one matrix at a time is dequantised
+                    as_held, matrices = True, [math.prod(shape) for unit in units for shape in unit.frozen]
+                    passing += max(matrices, default=0)
                 sizes = [(u.trained_elements if as_held else u.elements, u.vocabulary) for u in units]
                 vocabulary, layers = ([size for size, kind in sizes if kind == wanted] for wanted in (True, False))
                 if whole and b == FP32:

@@ -179,8 +179,7 @@ def _layout_lines(plan: Plan) -> Iterator[str]:
         extra = [name for name, here in zip(("embedding", "MTP", "head"), ends, strict=True) if here]
         units = plan.rank_units(rank)
         dense, experts = (sum(u.elements for u in units if u.expert == kind) for kind in (False, True))
-        mine = plan.held_most(rank)
-        held = mine.masters // 4 + mine.frozen // plan.frozen_bytes
+        held = sum(plan.elements(rank))
         yield (
             f"  pp rank {rank}: {len(layers)} layers ({full}){''.join(' + ' + name for name in extra)}, "
             f"{dense / 1e9:.3f} B dense + {experts / 1e9:.3f} B in experts, {held / 1e9:.3f} B of them on each GPU"
@@ -223,7 +222,7 @@ def _work_lines(plan: Plan) -> Iterator[str]:
     config, cp = plan.config, plan.grid.cp
     length, packs = config.data.seq_length, config.train.global_batch_size
     dense = config.attends_densely
-    flops = packs * training_flops(config.model, [length], config.losses, config.indexer, dense)
+    flops = packs * training_flops(config.model, [length], config.losses, config.indexer, dense, config.lora)
     yield (
         f"work: {packs * length:,} tokens and {flops / 1e15:,.1f} PFLOP a step (recomputation not counted), "
         f"{flops / plan.world_size / 1e12:,.1f} TFLOP a GPU, if each document fills its pack"

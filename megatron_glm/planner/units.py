@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from megatron_glm.config import ModelConfig
-from megatron_glm.config.parameters import Parameter, model_parameters
+from megatron_glm.config.lora import NO_ADAPTERS, LoraConfig
+from megatron_glm.config.parameters import Parameter, adapter_parameters, model_parameters
 from megatron_glm.model.trained import TRUNK, is_trained
 from megatron_glm.parallel.fsdp import shard_dim
 from megatron_glm.parallel.grid import Grid
@@ -60,29 +61,34 @@ def _shard(shape: tuple[int, ...], index: int, size: int) -> int:
     return max(0, min(rows, shape[dim] - index * rows)) * (math.prod(shape) // shape[dim])
 
 
-def stage_units(model: ModelConfig, grid: Grid, stage: Stage, parts: frozenset[str] = TRUNK) -> tuple[FsdpUnit, ...]:
+def stage_units(
+    model: ModelConfig, grid: Grid, stage: Stage, parts: frozenset[str] = TRUNK, lora: LoraConfig = NO_ADAPTERS
+) -> tuple[FsdpUnit, ...]:
     """The FSDP units of one virtual stage where these parts are trained; see `fsdp.shard_chunk`."""
     layers = (*stage.layers, *(model.mtp_layer_ids if stage.mtp else ()))
-    units = [unit for layer in layers for unit in _units(model, grid.tp, grid.ep, layer, parts)]
+    units = [unit for layer in layers for unit in _units(model, grid.tp, grid.ep, layer, parts, lora)]
     predicts = "mtp" in parts  # then the MTP layer's stage has the embedding, too, and the last norm
     held = {"embedding": stage.embedding or (stage.mtp and predicts), "head": stage.head}
     held["root"] = stage.mtp if predicts else stage.head
-    ends = _units(model, grid.tp, grid.ep, None, parts)
+    ends = _units(model, grid.tp, grid.ep, None, parts, lora)
     return (*units, *(unit for unit in ends if held[unit.kind]))
 
 
 @lru_cache(maxsize=8192)
-def _units(model: ModelConfig, tp: int, ep: int, layer: int | None, parts: frozenset[str]) -> tuple[FsdpUnit, ...]:
+def _units(
+    model: ModelConfig, tp: int, ep: int, layer: int | None, parts: frozenset[str], lora: LoraConfig
+) -> tuple[FsdpUnit, ...]:
     """Those of a layer, or of what is in none."""
     members: dict[str, list[Parameter]] = {}
-    for parameter in _parameters(model, layer):
+    for parameter in _parameters(model, layer, lora):
         members.setdefault(parameter.fsdp_unit, []).append(parameter)
     return tuple(_unit(model, tp, ep, kind, each, parts) for kind, each in members.items())
 
 
 @lru_cache(maxsize=1024)
-def _parameters(model: ModelConfig, layer: int | None) -> tuple[Parameter, ...]:
-    return tuple(p for p in model_parameters(model).values() if p.layer == layer and p.kind != "buffer")
+def _parameters(model: ModelConfig, layer: int | None, lora: LoraConfig) -> tuple[Parameter, ...]:
+    every = (*model_parameters(model).values(), *adapter_parameters(model, lora).values())
+    return tuple(p for p in every if p.layer == layer and p.kind != "buffer")
 
 
 def _unit(model: ModelConfig, tp: int, ep: int, kind: str, members: list[Parameter], parts: frozenset[str]) -> FsdpUnit:
@@ -96,5 +102,5 @@ def _unit(model: ModelConfig, tp: int, ep: int, kind: str, members: list[Paramet
 def _local_shape(parameter: Parameter, tp: int, ep: int) -> tuple[int, ...]:
     """What tensor and expert parallelism leave to a rank, padding of the vocabulary included."""
     shape = parameter.shape
-    dim, ranks = (0, ep) if parameter.part == "experts" else (parameter.tp_dim, tp)
+    dim, ranks = (0, ep) if parameter.fsdp_unit == "experts" else (parameter.tp_dim, tp)
     return shape if dim is None else (*shape[:dim], -(-shape[dim] // ranks), *shape[dim + 1 :])

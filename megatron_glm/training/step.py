@@ -154,7 +154,7 @@ def count(
     lengths = [length for batch in batches for length in batch.doc_lengths]
     mine = [sum(map(of_pack, batches)) for of_pack in losses_of(config).values()]
     dense = config.attends_densely
-    mine += [sum(lengths), training_flops(config.model, lengths, config.losses, config.indexer, dense)]
+    mine += [sum(lengths), training_flops(config.model, lengths, config.losses, config.indexer, dense, config.lora)]
     counts_here = groups.tp_cp.rank() == 0 and groups.pp.rank() == 0  # the ranks of one replica have the same batches
     # fp64, because FLOPs pass 2^63 from 248 packs of 131,072 tokens on; they are rounded. Tokens are exact up to 2^53.
     totals = torch.tensor([*(mine if counts_here else [0] * len(mine)), *requests], dtype=torch.float64)
