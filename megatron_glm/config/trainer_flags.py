@@ -8,7 +8,7 @@ from __future__ import annotations
 ACCUMULATION = "--global-batch-size, which is --micro-batch-size x data-parallel ranks x {}"
 WEIGHTS = "--load-hf {} (a Hugging Face folder), or --load (a checkpoint of tools/convert_hf.py)"
 SHARDED = "weights, gradients and moments are always sharded; see --reshard-after-forward and --grad-sync"
-PEFT = "LoRA and other adapters are not there yet: all weights are trained"
+PEFT = "adapters are LoRA, given by --lora-rank: all that is adapted is frozen, and there is no dropout"
 QUANTIZED = "there is no training of quantised weights"
 ROWS = "the keys of a row say what it is (docs/data.md)"
 
@@ -102,13 +102,16 @@ NAMES = {
     "--dpo-average-log-probs": "preference-average-log-probs",
     "--loss {}": "pref-loss rlhf-type",
     "--dry-run": "estimate-memory plan",
+    "--lora-rank {}": "lora-r lora-dim",
+    "--lora-target-modules {}": "lora-target target-modules",
+    "--lora-rank N": "lora use-lora use-peft peft peft-type adapter finetuning-type train-type tuner-type tuner",
+    "--lora-rslora": "use-rslora",
+    "--load {}": "adapter-path adapter-name-or-path lora-model-dir",
 }
 
 # Why there is no such setting -> how others call it.
 REASONS = {
-    PEFT: "lora lora-r lora-rank lora-alpha lora-dropout lora-target lora-target-modules lora-model-dir use-lora "
-    "use-peft peft peft-type adapter adapter-path adapter-name-or-path target-modules modules-to-save use-dora "
-    "use-rslora finetuning-type train-type tuner-type tuner freeze-trainable-layers",
+    PEFT: "lora-dropout modules-to-save use-dora freeze-trainable-layers",
     QUANTIZED: "qlora load-in-4bit load-in-8bit quantization-bit quantization bnb-4bit-compute-dtype quant-method",
     SHARDED: "deepspeed deepspeed-config zero-stage zero-optimization fsdp fsdp-config "
     "fsdp-transformer-layer-cls-to-wrap ddp-find-unused-parameters accelerate-config strategy dp dp-size "
