@@ -7,7 +7,7 @@ PACKAGES = runpy.run_path(str(Path(__file__).parent / "megatron_glm" / "packages
 CHECKS = ["ruff==0.17.6", "pyright[nodejs]==1.1.414"]  # pinned, so that a new version fails no old commit
 LOGGING = ["tensorboard", "wandb", "matplotlib"]
 EXTRAS = {
-    "test": ["pytest", "pytest-timeout", *CHECKS, "transformers>=5.24", "pyarrow", "sentencepiece", *LOGGING],
+    "test": ["pytest", "pytest-timeout", *CHECKS, "transformers>=5.24", "peft", "pyarrow", "sentencepiece", *LOGGING],
     "data": ["pyarrow", "sentencepiece"],
     "logging": LOGGING,
     "te": ["transformer-engine[pytorch,core-cu13]==2.20.2"],

@@ -54,7 +54,7 @@ def write_folder(
         file = f"model-{number + 1:05d}-of-00003.safetensors"
         save_file(shard, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(shard, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def make_folder(folder: Path, seed: int = 0, **changes: Any) -> dict[str, torch.Tensor]:

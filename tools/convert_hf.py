@@ -10,7 +10,9 @@ import re
 import signal
 import sys
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +30,8 @@ from megatron_glm.launch import is_shown_elsewhere, ranks_from_slurm, run_progra
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from megatron_glm.checkpoint import convert
+    from megatron_glm.checkpoint import convert as conversion
+    from megatron_glm.checkpoint.output import OutputFile, Run
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -69,7 +72,7 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def open_source(arguments: argparse.Namespace) -> convert.Import | convert.Export:
+def open_source(arguments: argparse.Namespace) -> conversion.Import | conversion.Export:
     """The conversion, checked from headers and metadata."""
     from megatron_glm.checkpoint import convert, hf
 
@@ -81,8 +84,6 @@ def open_source(arguments: argparse.Namespace) -> convert.Import | convert.Expor
 
 def run(arguments: argparse.Namespace, group: ProcessGroup | None) -> None:
     """Does what the arguments say; rank 0 shows it."""
-    from tqdm import tqdm
-
     from megatron_glm.checkpoint import report, sharded
     from megatron_glm.checkpoint.output import Run
 
@@ -97,24 +98,37 @@ def run(arguments: argparse.Namespace, group: ProcessGroup | None) -> None:
         for line in report.dry_run(job.files(Run()), target):
             print(line)
         return
-    share = Run(group=group).share(job.files(Run()))
+    write = job.write if arguments.to_hf is None else partial(job.write, target)
+    show_writing(job.files(Run()), target, write, arguments, group)
+
+
+def show_writing(
+    files: list[OutputFile],
+    target: Path,
+    write: Callable[[Run], None],
+    arguments: argparse.Namespace,
+    group: ProcessGroup | None,
+) -> None:
+    """Calls `write`, with --resume and --verify as given; rank 0 shows how far it is."""
+    from tqdm import tqdm
+
+    from megatron_glm.checkpoint.output import Run
+
+    share = Run(group=group).share(files)
     total = sum(file.nbytes for file in share)
     first = group is None or group.rank() == 0
     bar = tqdm(total=total, unit="B", unit_scale=True, desc="converting", file=sys.stderr, disable=not first)
     with bar as progress:
-        how = Run(arguments.resume, arguments.verify, group, progress.update)
-        job.write(arguments.to_hf, how) if arguments.to_hf is not None else job.write(how)
+        write(Run(arguments.resume, arguments.verify, group, progress.update))
     if first:
         print(f"wrote {target}" + (", read back and found equal" if arguments.verify else ""))
 
 
 def meet(arguments: argparse.Namespace) -> ProcessGroup | None:
-    """All processes of torchrun or srun, once they are there; None for a process on its own and one that only reads.
+    """All processes of torchrun or srun, once they are there; None for a process on its own.
 
     Raises: ValueError if two of them have other flags or other code, or if the launcher's variables are incomplete.
     """
-    if arguments.inspect is not None or arguments.dry_run:
-        return None
     ranks_from_slurm()
     if world_size() == 1:
         return None
@@ -133,11 +147,18 @@ def meet(arguments: argparse.Namespace) -> ProcessGroup | None:
 
 def main() -> int:
     arguments = parse_arguments()
+    return convert(arguments, run, alone=arguments.inspect is not None or arguments.dry_run)
+
+
+def convert(
+    arguments: argparse.Namespace, run: Callable[[argparse.Namespace, ProcessGroup | None], None], alone: bool
+) -> int:
+    """Calls `run` in all processes, or in one that only reads, and returns the exit code."""
     import torch.distributed as dist  # a second or more, after the flags are read
 
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
     try:
-        group = meet(arguments)
+        group = None if alone else meet(arguments)
     except (ValueError, OSError) as error:
         if not is_shown_elsewhere(error):
             print(f"error: {error}", file=sys.stderr)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 from ..config import iterations
 from ..config.hf_keys import EXPERT_ALIASES
 from ..config.model import ModelConfig
+from ..config.parameters import ADAPTER
 from ..config.quantization import EXPORT_BLOCK
 from ..config.source import read_json, require_outside
 from ..ops.fp8 import quantize, scale_shape
@@ -23,7 +24,7 @@ from .chunks import Chunk, ChunkTable, Piece, cut
 from .files import check_side_files, copy_side_files, write_durably
 from .hf import SCALE_SUFFIX
 from .output import OutputFile, Run, identity, produce
-from .safetensors_io import INDEX_NAME, Outgoing, read_header, write_safetensors
+from .safetensors_io import INDEX_NAME, NO_METADATA, Outgoing, read_header, write_safetensors
 
 # Keys of a config.json that say of a field of ModelConfig what its own key says, or follow from it: they go when an
 # export changes the field.
@@ -39,25 +40,24 @@ OTHER_SPELLINGS = {
 }
 
 
-class Import:
-    """An opened Hugging Face folder about to become `folder`/iter_0000000.
+class NewCheckpoint:
+    """`folder`/iter_0000000, about to be written: weights alone, from which a run starts.
 
-    Raises: ValueError if `folder` already holds checkpoints, or is in the Hugging Face folder.
+    chunks: all that it holds; side_files: the folder whose config, tokenizer and templates go along.
+    state: of its state.json.
+    Raises: ValueError if `folder` already holds checkpoints, or is in the folder `side_files`.
     """
 
-    def __init__(self, checkpoint: hf.HFCheckpoint, folder: Path) -> None:
-        require_outside("--save", folder, checkpoint.folder)
+    def __init__(
+        self, folder: Path, chunks: list[Chunk], config: ModelConfig, side_files: Path, state: dict[str, Any]
+    ) -> None:
+        require_outside("--save", folder, side_files)
         if iterations.any_saved(folder):
             found = iterations.saved(folder)
             held = f"checkpoints of iterations {', '.join(map(str, found))}" if found else iterations.LATEST_NAME
             raise ValueError(f"{folder} already holds {held}: choose another folder")
-        self.checkpoint, self.folder = checkpoint, folder
+        self.folder, self.chunks, self.config, self.side_files, self.state = folder, chunks, config, side_files, state
         self.target = iterations.iteration_folder(folder, 0)
-        self.chunks = []
-        for name, (shape, dtype) in checkpoint.shapes.items():
-            for offsets, sizes in cut(shape, dtype.itemsize):
-                read = partial(checkpoint.read, name, offsets, sizes)
-                self.chunks.append(Chunk(Piece(name, shape, dtype, offsets, sizes), read))
 
     def files(self, run: Run) -> list[OutputFile]:
         """What `write` writes, metadata and side files aside."""
@@ -69,22 +69,12 @@ class Import:
             found.append(OutputFile(name, nbytes, keys, write, check))
         return found
 
-    def write(self, run: Run) -> None:
-        """Writes the checkpoint; nothing half-written gets its name.
-
-        Warns once if values changed because their dtype on disk was wider than the config's.
-        """
-        source = self.checkpoint.folder
-        settings = {"source": str(source.resolve()), "chunks": len(self.chunks)} | identity(
-            [source / "config.json", *{entry.file for entry in self.checkpoint.source.entries.values()}]
-        )
+    def _produce(self, sources: list[Path], run: Run) -> None:
+        """Writes the checkpoint from these files; nothing half-written gets its name."""
+        settings = {"source": str(self.side_files.resolve()), "chunks": len(self.chunks)} | identity(sources)
         produce(self.target, settings, self.files(run), run, self._complete)
         latest = self.folder / iterations.LATEST_NAME
         sharded.on_first_rank(run.group, lambda: write_durably(latest, b"0"))
-        if rounded := self.checkpoint.rounded:
-            key, dtype = next(iter(rounded.items()))
-            count = f"{len(rounded)} tensors were rounded to {self.checkpoint.config.dtype}"
-            warnings.warn(f"{count}, first {key}, which is {dtype} on disk", stacklevel=2)
 
     def _write_file(self, name: str, chunks: list[Chunk], run: Run, staging: Path) -> list[sharded.Written]:
         return sharded.write_file(staging / name, chunks, run.progress)
@@ -92,16 +82,39 @@ class Import:
     def _complete(self, staging: Path, results: list[list[Any]]) -> None:
         table = ChunkTable.of([chunk.piece for chunk in self.chunks])
         written = [sharded.Written(*fields) for result in results for fields in result]
-        sharded.write_metadata(
-            staging, table, sharded.places_of(written), {}, self.checkpoint.config, self.checkpoint.folder
-        )
+        sharded.write_metadata(staging, table, sharded.places_of(written), self.state, self.config, self.side_files)
 
     def _check_file(self, chunks: list[Chunk], staging: Path) -> None:
         reader = sharded.Reader(staging)
         for chunk in chunks:
             piece = chunk.piece
             stored = reader.tensor(piece.name, piece.offsets, piece.sizes, piece.dtype)
-            _require_equal(f"{staging}: {piece.name} at {list(piece.offsets)}", stored, chunk.read())
+            require_equal(f"{staging}: {piece.name} at {list(piece.offsets)}", stored, chunk.read())
+
+
+class Import(NewCheckpoint):
+    """An opened Hugging Face folder about to become `folder`/iter_0000000."""
+
+    def __init__(self, checkpoint: hf.HFCheckpoint, folder: Path) -> None:
+        chunks = []
+        for name, (shape, dtype) in checkpoint.shapes.items():
+            for offsets, sizes in cut(shape, dtype.itemsize):
+                read = partial(checkpoint.read, name, offsets, sizes)
+                chunks.append(Chunk(Piece(name, shape, dtype, offsets, sizes), read))
+        super().__init__(folder, chunks, checkpoint.config, checkpoint.folder, {})
+        self.checkpoint = checkpoint
+
+    def write(self, run: Run) -> None:
+        """Writes the checkpoint; nothing half-written gets its name.
+
+        Warns once if values changed because their dtype on disk was wider than the config's.
+        """
+        entries = self.checkpoint.source.entries.values()
+        self._produce([self.checkpoint.folder / "config.json", *{entry.file for entry in entries}], run)
+        if rounded := self.checkpoint.rounded:
+            key, dtype = next(iter(rounded.items()))
+            count = f"{len(rounded)} tensors were rounded to {self.checkpoint.config.dtype}"
+            warnings.warn(f"{count}, first {key}, which is {dtype} on disk", stacklevel=2)
 
 
 class Export:
@@ -116,12 +129,15 @@ class Export:
         self.folder, self.max_shard_bytes, self.fp8 = folder, max_shard_bytes, fp8
         self.config = ModelConfig.from_hf(folder)
         self.reader = sharded.Reader(folder)
+        if any(name.endswith(ADAPTER) for name in self.reader.shapes):
+            raise ValueError(f"{folder} holds adapters alone: tools/export_adapter.py --merge exports them")
+        self.readers = [self.reader]
         check_side_files(folder / "hf")
         self.shapes = hf.parameter_shapes(self.config)
         came = folder / "hf" / "config.json"
         quantization = hf.quantization_config(self.config) if fp8 else None
         source = came if came.is_file() else folder / "config.json"
-        self.config_json = _exported_config(source, self.config, quantization)
+        self.config_json = exported_config(source, self.config, quantization)
         self.reader.require({name: shape for name, (shape, _) in self.shapes.items()})
         for name in self.reader.shapes:
             if name not in self.shapes and not name.startswith("optimizer."):
@@ -142,9 +158,7 @@ class Export:
         files = []
         for number, shard in enumerate(shards, start=1):
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            write, check = partial(self._write_file, name, shard, run), partial(self._check_file, name, shard)
-            keys = [outgoing.key for outgoing in shard]
-            files.append(OutputFile(name, sum(outgoing.nbytes for outgoing in shard), keys, write, check))
+            files.append(weights_file(name, shard, run))
         return files
 
     def write(self, target: Path, run: Run) -> None:
@@ -153,12 +167,12 @@ class Export:
             "source": str(self.folder.resolve()),
             "--max-shard-size": self.max_shard_bytes,
             "--fp8-block-quantize": self.fp8,
-        } | identity([self.reader.index_file, *self.folder.glob("*.distcp")])
+        }
+        for reader in self.readers:
+            settings |= identity([reader.index_file, *reader.folder.glob("*.distcp")])
+            if run.verify:  # the checksums of the source first: a copy of damaged data equals its source
+                verify_weights(reader, run)
         files = self.files(run)
-        if run.verify:  # the checksums of the source first: a copy of damaged data equals its source
-            parts = self.reader.index.by_file().values()
-            chunks = [i for part in parts for i in part if not self.reader.index.piece(i).name.startswith("optimizer.")]
-            sharded.together(run.group, lambda: self.reader.check_data(run.share(chunks)))
         produce(target, settings, files, run, lambda staging, _: self._complete(staging, files))
 
     def _complete(self, staging: Path, files: list[OutputFile]) -> None:
@@ -167,19 +181,6 @@ class Export:
         write_durably(staging / INDEX_NAME, json.dumps(index, indent=2, sort_keys=True).encode())
         copy_side_files(self.folder / "hf", staging)  # none if trained from scratch
         write_durably(staging / "config.json", self.config_json)
-
-    def _write_file(self, name: str, shard: list[Outgoing], run: Run, staging: Path) -> None:
-        for nbytes in write_safetensors(staging / name, shard):
-            run.progress(nbytes)
-
-    def _check_file(self, name: str, shard: list[Outgoing], staging: Path) -> None:
-        entries = read_header(staging / name)
-        for outgoing in shard:
-            stored, start = entries[outgoing.key].tensor().view(torch.uint8).flatten(), 0
-            for block in outgoing.blocks():
-                piece = block.contiguous().view(torch.uint8).flatten()
-                _require_equal(f"{staging / name}: {outgoing.key}", stored[start : start + len(piece)], piece)
-                start += len(piece)
 
     def _outgoing(self, tensor: hf.HFTensor) -> list[Outgoing]:
         """The tensor as it is written: as it is, or quantised and followed by its scales."""
@@ -204,10 +205,41 @@ class Export:
 
     def _blocks(self, tensor: hf.HFTensor) -> Iterator[torch.Tensor]:
         if len(tensor.sizes) == 3:  # rows of one expert
-            yield self.reader.tensor(tensor.name, tensor.offsets, tensor.sizes, tensor.dtype)[0]
+            yield self.read(tensor.name, tensor.offsets, tensor.sizes, tensor.dtype)[0]
             return
         for offsets, sizes in cut(tensor.shape, self.reader.shapes[tensor.name][1].itemsize):
-            yield self.reader.tensor(tensor.name, offsets, sizes, tensor.dtype)
+            yield self.read(tensor.name, offsets, sizes, tensor.dtype)
+
+    def read(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A rectangle as it is exported, whole rows of a matrix or of one expert's."""
+        return self.reader.tensor(name, offsets, sizes, dtype)
+
+
+def verify_weights(reader: sharded.Reader, run: Run) -> None:
+    """Reads all but the optimizer's state, shared by the processes. Raises ValueError if a byte has changed."""
+    index = reader.index
+    chunks = [i for part in index.by_file().values() for i in part if not index.piece(i).name.startswith("optimizer.")]
+    sharded.together(run.group, lambda: reader.check_data(run.share(chunks)))
+
+
+def weights_file(name: str, tensors: list[Outgoing], run: Run, metadata: Mapping[str, str] = NO_METADATA) -> OutputFile:
+    """A safetensors file to write."""
+
+    def write(staging: Path) -> None:
+        for nbytes in write_safetensors(staging / name, tensors, metadata):
+            run.progress(nbytes)
+
+    def check(staging: Path) -> None:
+        entries = read_header(staging / name)
+        for outgoing in tensors:
+            stored, start = entries[outgoing.key].tensor().view(torch.uint8).flatten(), 0
+            for block in outgoing.blocks():
+                piece = block.contiguous().view(torch.uint8).flatten()
+                require_equal(f"{staging / name}: {outgoing.key}", stored[start : start + len(piece)], piece)
+                start += len(piece)
+
+    keys, nbytes = [tensor.key for tensor in tensors], sum(tensor.nbytes for tensor in tensors)
+    return OutputFile(name, nbytes, keys, write, check)
 
 
 def _whole_blocks(pieces: Iterator[torch.Tensor], rows: int) -> Iterator[torch.Tensor]:
@@ -223,7 +255,7 @@ def _whole_blocks(pieces: Iterator[torch.Tensor], rows: int) -> Iterator[torch.T
         yield left
 
 
-def _require_equal(what: str, written: torch.Tensor, source: torch.Tensor) -> None:
+def require_equal(what: str, written: torch.Tensor, source: torch.Tensor) -> None:
     """Raises ValueError with the first byte that differs; equal bits are equal, NaN included."""
     left, right = (tensor.contiguous().view(torch.uint8).flatten() for tensor in (written, source))
     if len(left) == len(right) and torch.equal(left, right):
@@ -234,7 +266,7 @@ def _require_equal(what: str, written: torch.Tensor, source: torch.Tensor) -> No
     raise ValueError(f"{what} was written wrongly: byte {byte} is {left[byte]:#04x}, in the source {right[byte]:#04x}")
 
 
-def _exported_config(config_file: Path, config: ModelConfig, quantization: dict[str, Any] | None) -> bytes:
+def exported_config(config_file: Path, config: ModelConfig, quantization: dict[str, Any] | None) -> bytes:
     """The config.json that came with the model, saying what is exported; one that does is left byte for byte.
 
     It differs where the source promised an MTP layer that it lacked, and where flags of the run changed the model.

@@ -43,7 +43,10 @@ def check_folder(folder: Path) -> None:
     check_side_files(folder)
     for name in ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"):
         if (folder / name).is_file():
-            raise ValueError(f"{folder / name} is of an adapter: merge it into its base model first")
+            raise ValueError(
+                f"{folder / name} is of an adapter: merge it into its base model first "
+                "(tools/export_adapter.py --from-peft reads it, --merge merges)"
+            )
     refuse_files(folder)
 
 

@@ -142,6 +142,8 @@ def _write_share(staging: Path, files: list[OutputFile], run: Run) -> dict[str, 
                         results[file.name] = finished["result"]
                         run.progress(file.nbytes)
                         continue
+                for path in (staging / file.name, record):  # a name may have a folder in it
+                    path.parent.mkdir(parents=True, exist_ok=True)
                 results[file.name] = file.write(staging)
                 content = {"size": (staging / file.name).stat().st_size, "result": results[file.name]}
                 background.sync(staging / file.name, partial(write_durably, record, json.dumps(content).encode()))

@@ -13,8 +13,10 @@ import torch
 
 from ..config import iterations
 from ..config.model import ModelConfig
+from ..config.parameters import ADAPTER
 from ..config.source import require_folder
 from . import hf, sharded
+from .adapters import AdapterCheckpoint
 from .files import UNFINISHED
 from .output import OutputFile
 
@@ -104,8 +106,10 @@ def _counted(dtypes: Iterable[torch.dtype]) -> dict[str, int]:
 
 
 def _faults(reader: sharded.Reader, config: ModelConfig, data: bool) -> Iterator[str]:
+    whole = {name: shape for name, (shape, _) in hf.parameter_shapes(config).items()}
+    adapters = any(name.endswith(ADAPTER) for name in reader.shapes)
     checks: list[Callable[[], object]] = [
-        lambda: reader.require({name: shape for name, (shape, _) in hf.parameter_shapes(config).items()}),
+        lambda: AdapterCheckpoint(reader.folder) if adapters else reader.require(whole),
         lambda: sharded.state_of(reader.folder),
     ]
     for chunks in reader.index.by_file().values():

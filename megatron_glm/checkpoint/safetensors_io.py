@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+NO_METADATA: Mapping[str, str] = {}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -115,9 +116,15 @@ class Outgoing:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_safetensors(file: Path, tensors: list[Outgoing]) -> Iterator[int]:
+def read_metadata(file: Path) -> dict[str, str]:
+    """The texts that a safetensors file, whose header `read_header` has accepted, has beside its tensors."""
+    with file.open("rb") as stream:
+        return json.loads(stream.read(int.from_bytes(stream.read(8), "little"))).get("__metadata__", {})
+
+
+def write_safetensors(file: Path, tensors: list[Outgoing], metadata: Mapping[str, str] = NO_METADATA) -> Iterator[int]:
     """Writes one file, block after block; yields the bytes of each block when it is written."""
-    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, dict] = {"__metadata__": {"format": "pt", **metadata}}
     offset = 0
     for tensor in tensors:
         ends = [offset, offset + tensor.nbytes]

@@ -27,6 +27,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 NEEDS = "# needs: "
 FREE = {"hf", "source", "export", "cd", "mkdir"}  # not ours
+ARGUMENTS_ALONE = {
+    f"tools/{name}.py" for name in ("convert_hf", "export_adapter", "benchmark", "rehearse_start", "rehearse_save")
+}
 EXTRAS = {"test", "data", "logging", "gpu", "gpu-torch214", "te"}
 
 
@@ -99,7 +102,7 @@ def known_flags(script: str, flags: list[str]) -> None:
         runpy.run_path(str(ROOT / script))["search_parser"]().parse_args(flags[1:])
     elif script in ("finetune_glm.py", "pretrain_glm.py", "tools/plan.py"):
         build_parser(data=PretrainDataConfig if script == "pretrain_glm.py" else DataConfig).parse_args(flags)
-    elif script in ("tools/convert_hf.py", "tools/benchmark.py", "tools/rehearse_start.py", "tools/rehearse_save.py"):
+    elif script in ARGUMENTS_ALONE:
         with pytest.MonkeyPatch.context() as patch:
             patch.syspath_prepend(str(ROOT / "tools"))
             patch.setattr(sys, "argv", [script, *flags])
