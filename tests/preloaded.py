@@ -85,6 +85,7 @@ def run(request: tuple[str, list[str], dict[str, str]], streams: list[int]) -> N
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = words
+            sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))  # as python does
             runpy.run_path(words[0], run_name="__main__")
     except SystemExit as stop:
         if isinstance(stop.code, str):

@@ -1,0 +1,28 @@
+"""The recipes that train adapters on all of GLM-5.2: what they need, and where the frozen model comes from."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_glm.planner.plan import GIB, Plan
+from tests.unit.test_recipes import ROOT, bash, box, launched
+
+__all__ = ["box"]  # a fixture
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_adapters_of_the_whole_model_fit_one_node(box, nodes):
+    """8 or 16 H200 GPUs; what it trains, and where the frozen model comes from."""
+    name, base = f"glm5.2_lora_{nodes}node", box / "released"
+    base.mkdir()
+    missing = bash(box, f"{name}.sh", BASE=str(base))
+    assert missing.returncode == 2 and "hf download zai-org/GLM-5.2-FP8 --local-dir" in missing.stderr
+    (base / "config.json").write_text((ROOT / "megatron_glm/presets/glm5.2.json").read_text())
+    _, config = launched(box, f"{name}.sh", BASE=str(base))
+    assert config.checkpoint.load_hf == str(base) and config.checkpoint.load is None
+    assert (config.lora.lora_rank, config.lora.lora_expert_rank, config.lora.base_precision) == (16, 8, "fp8")
+    config.check(8 * nodes)
+    plan = Plan.create(config, 8 * nodes, 8)
+    assert plan.fits(139 * GIB) and plan.peak() > 0.8 * plan.held_most(0).frozen > 30 * GIB
+    job = (ROOT / "examples/slurm" / f"{name}.sbatch").read_text()
+    assert f"#SBATCH --nodes={nodes}\n" in job and job.endswith(f'run_recipe examples/{name}.sh "$@"\n')
