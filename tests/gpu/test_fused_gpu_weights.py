@@ -98,6 +98,36 @@ def test_loss_and_gradients(vocabulary, valid, chunk_size):
     assert not hidden.grad[labels == -100].any() and not head.weight.grad[valid:].any()
 
 
+@pytest.mark.parametrize("chunk_size", [64, 4096])
+def test_a_factor_for_each_row(chunk_size):
+    """The answers come first, over the whole vocabulary; then each row's loss has its factor."""
+    rows, width, vocabulary, valid, seen = 200, 128, 9_001, 9_000, []
+    head = VocabParallelHead(vocabulary, width, single_groups().tp).cuda().bfloat16()
+    head.valid = valid
+    torch.nn.init.normal_(head.weight)
+    hidden = (torch.randn(rows, width, device="cuda") / 4).bfloat16().requires_grad_()
+    labels, factors = torch.randint(0, valid, (rows,), device="cuda"), torch.randn(rows, device="cuda")
+    labels[::5] = -100
+    leaves = [x.detach().float().requires_grad_() for x in (hidden, head.weight)]
+    logits = (leaves[0] @ leaves[1].T)[:, :valid]
+    each = F.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
+    (each * factors).sum().backward()
+    poison()
+    loss = head([Prediction(hidden, labels, row_factors=lambda found: (seen.append(found), factors)[1])], chunk_size)[
+        0
+    ][0]
+    loss.backward()
+    assert (seen[0].log_probs + each).abs().max() < 0.05 and torch.equal(seen[0].tokens, labels)
+    assert (loss - (each * factors).sum()).abs() < 2e-3 * (each * factors).abs().sum()
+    assert error(hidden.grad, leaves[0].grad) < 1e-2 and error(head.weight.grad, leaves[1].grad) < 1e-2
+    assert not hidden.grad[labels == -100].any() and not head.weight.grad[valid:].any()
+    with torch.no_grad():
+        answered: list = []
+        _, best = head([Prediction(hidden, labels, row_factors=answered.append)], chunk_size, best=True)
+    found = logits.gather(1, best[0].unsqueeze(1)).squeeze(1)
+    assert torch.equal(best[0], answered[0].tokens) and (logits.amax(1) - found).max() < 0.05
+
+
 def test_a_narrow_gradient_is_widened_when_a_second_one_comes():
     tokens, grad = torch.randint(0, 50, (30,), device="cuda"), torch.randn(2, 30, 96, device="cuda").bfloat16()
     module, found = Uses(96, 64), {}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 
-from megatron_glm.config import ModelConfig, OptimizerConfig, ParallelConfig, PreferenceConfig, RunConfig
+from megatron_glm.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig, PreferenceConfig, RunConfig
 from megatron_glm.data.packing import PackedBatch, Piece, build_batch
 from tests import distributed
 from tests.parity.layouts import SEQ_LENGTH, Result, clear_reference, parity_model, run_config, train_layouts
@@ -40,6 +41,9 @@ PREFERENCE = PreferenceConfig(
 )
 
 
+ADAPTED = {2: {"cp2": layout(cp=2), "pp2 vp2": layout(pp=2, vp=2)}, 4: {"tp2 cp2": layout(tp=2, cp=2)}}
+
+
 def pack(model: ModelConfig, seed: int, step: int, index: int) -> PackedBatch:
     generator = torch.Generator().manual_seed(seed * 100003 + step * 101 + index)
     pieces = []
@@ -50,6 +54,11 @@ def pack(model: ModelConfig, seed: int, step: int, index: int) -> PackedBatch:
             targets = torch.arange(prompt + len(part)).numpy() >= prompt
             pieces.append(Piece(torch.cat([ids[:prompt], part]).numpy(), targets, reference=reference))
     return build_batch(pieces, SEQ_LENGTH)
+
+
+def unknown(model: ModelConfig, seed: int, step: int, index: int) -> PackedBatch:
+    """The same without a reference: it is the model without its adapters."""
+    return replace(pack(model, seed, step, index), reference=None)
 
 
 def configured(parallel: ParallelConfig, seed: int) -> RunConfig:
@@ -76,3 +85,25 @@ def test_layout_trains_pairs_as_one_process(world_size, name):
         assert ours == pytest.approx(one, abs=1e-5)
     assert {"dpo", "rewards/margins", "logps/chosen"} < expected.others[0].keys()
     assert expected.others[-1]["dpo"] != expected.others[0]["dpo"]
+
+
+def adapted(parallel: ParallelConfig, seed: int) -> RunConfig:
+    optimizer = OptimizerConfig(lr=1e-2, adam_eps=1e-3, clip_grad=0.0)
+    plain = PreferenceConfig("dpo", dpo_beta=0.4)
+    return replace(configured(parallel, seed), preference=plain, lora=LoraConfig(lora_rank=8), optimizer=optimizer)
+
+
+@cache
+def adapted_reference() -> tuple[int, Result]:
+    return clear_reference(lambda seed: adapted(ParallelConfig(), seed), unknown)
+
+
+@pytest.mark.parametrize("world_size", ADAPTED)
+def test_the_model_without_adapters_is_the_reference_in_every_layout(world_size):
+    seed, expected = adapted_reference()
+    cases = [(name, adapted(parallel, seed)) for name, (_, parallel) in ADAPTED[world_size].items()]
+    for result in distributed.run(world_size, train_layouts, cases, unknown, timeout=300)[0].values():
+        compare(result, expected)
+        assert [found["dpo"] for found in result.others] == pytest.approx([o["dpo"] for o in expected.others], abs=1e-5)
+    assert expected.others[0]["dpo"] == pytest.approx(math.log(2), abs=1e-6)
+    assert expected.others[2]["dpo"] < expected.others[0]["dpo"] - 1e-4  # it has moved from the reference

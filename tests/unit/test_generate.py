@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests import distributed, small_model
+from tests.finetune import finetune
 from tests.rows import tokenizer
 from tests.tools import call
 
@@ -133,6 +134,18 @@ def test_a_completion_ends_with_an_end_token(folder, tmp_path):
     config = json.loads((other / "config.json").read_text()) | {"eos_token_id": [wanted[4], 1]}
     (other / "config.json").write_text(json.dumps(config))
     assert generate(*words)[0]["tokens"] == wanted[: wanted.index(wanted[4]) + 1]
+
+
+def test_a_sentence_that_was_learnt_is_said_again(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    chat = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "Every step is written down."}]
+    Path("train.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    flags = {"load_hf": str(folder), "seq_length": 64, "train_iters": 60, "lr": 3e-3, "lr_decay_style": "constant"}
+    finetune(None, global_batch_size=1, save="out", moe_router_bias_update_rate=None, weight_decay=None, **flags)
+    file = write(tmp_path / "p.jsonl", [{"messages": chat[:1]}])
+    [line] = generate("--load", "out", "--prompt-file", file, "--max-new-tokens", "50")
+    assert line["text"].endswith("Every step is written down.")
+    assert line["tokens"][-1] == tokenizer().token_to_id("<|user|>")
 
 
 def test_without_a_tokenizer_there_is_no_text(tmp_path):
