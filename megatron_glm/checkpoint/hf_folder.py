@@ -35,18 +35,18 @@ def check_folder(folder: Path) -> None:
     file that is none; adapters instead of weights, or beside them; the config of a quantisation that is not read.
     """
     require_folder(folder)
-    config = folder / "config.json"
-    if not config.exists() and not config.is_symlink():
-        raise ValueError(f"{folder} holds no config.json{describe(folder)}")
-    for file in visible_files(folder):
-        require_content(folder / file)
-    check_side_files(folder)
     for name in ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"):
         if (folder / name).is_file():
             raise ValueError(
                 f"{folder / name} is of an adapter: merge it into its base model first "
                 "(tools/export_adapter.py --from-peft reads it, --merge merges)"
             )
+    config = folder / "config.json"
+    if not config.exists() and not config.is_symlink():
+        raise ValueError(f"{folder} holds no config.json{describe(folder)}")
+    for file in visible_files(folder):
+        require_content(folder / file)
+    check_side_files(folder)
     refuse_files(folder)
 
 

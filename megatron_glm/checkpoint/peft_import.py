@@ -102,9 +102,17 @@ class PeftImport(NewCheckpoint):
         start = settings.get("init_lora_weights", True)
         if isinstance(start, str) and start.startswith(CHANGES_MODEL):
             raise ValueError(f"{file}: init_lora_weights is {start!r}, which changes the model under the adapters, too")
-        for name in ("r", "lora_alpha"):
-            if not isinstance(value := settings.get(name), int | float) or isinstance(value, bool) or value <= 0:
+        patterns = settings.get("alpha_pattern") or {}
+        if not isinstance(patterns, dict):
+            raise ValueError(f"{file}: alpha_pattern is {patterns!r}, it must be an object")
+        for name, value in {**{name: settings.get(name) for name in ("r", "lora_alpha")}, **patterns}.items():
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
                 raise ValueError(f"{file}: {name} is {value!r}, it must be a number above 0")
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{file}: alpha_pattern {pattern!r} is no regular expression: {error}") from error
 
     def _halves(self, config: ModelConfig) -> dict[tuple[str, int | None], Half]:
         """What the file holds, by canonical name and expert. Raises ValueError naming a key that is none of ours."""
@@ -112,8 +120,12 @@ class PeftImport(NewCheckpoint):
         for key, entry in self.entries.items():
             if (match := KEY.fullmatch(key)) is None:
                 raise ValueError(f"{entry.file}: the tensor {key} is of no adapter of a linear layer")
-            if len(entry.shape) != 2 or not entry.dtype.is_floating_point:
-                raise ValueError(f"{entry.file}: {key} is {entry.dtype} {list(entry.shape)}, adapters are matrices")
+            wide = entry.dtype.is_floating_point and entry.dtype.itemsize > 1
+            if len(entry.shape) != 2 or 0 in entry.shape or not wide:
+                raise ValueError(
+                    f"{entry.file}: {key} is {entry.dtype} {list(entry.shape)}, adapters are matrices of float32, "
+                    "bfloat16 or float16"
+                )
             module, end = match.groups()
             if (one := ONE_EXPERT.fullmatch(module)) is not None:
                 owner, expert, matrix = one.groups()

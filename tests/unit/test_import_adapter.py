@@ -129,6 +129,10 @@ REFUSED = {
     "another method": (dict(peft_type="IA3"), "peft_type is 'IA3'"),
     "start that changes the model": (dict(init_lora_weights="pissa_niter_4"), "init_lora_weights is 'pissa_niter_4'"),
     "alpha": (dict(lora_alpha=0), "lora_alpha is 0"),
+    "alpha without end": (dict(lora_alpha=float("inf")), "lora_alpha is inf"),
+    "alpha of a pattern": (dict(alpha_pattern={"o_proj": "8"}), "o_proj is '8'"),
+    "patterns": (dict(alpha_pattern=["o_proj"]), "alpha_pattern is ['o_proj']"),
+    "pattern": (dict(alpha_pattern={"o_proj(": 8}), "'o_proj(' is no regular expression"),
     "no base": (dict(base_model_name_or_path=None), "names no base model: give --base"),
     "base of the hub": (dict(base_model_name_or_path="zai-org/GLM-5.2"), "zai-org/GLM-5.2 is no folder here"),
 }
@@ -161,6 +165,8 @@ BAD = {
     "norm": (ALL | {f"{AT}.q_a_layernorm.weight": torch.ones(8)}, "is of no adapter of a linear layer"),
     "width": (ALL | {f"{AT}.o_proj.lora_A.weight": torch.ones(8, 41)}, "is [8, 41]"),
     "ranks": (ALL | {f"{AT}.o_proj.lora_B.weight": torch.ones(32, 4)}, "has rank 8"),
+    "rank 0": (ALL | o_proj(1, rank=0), "torch.float32 [0, 40]"),
+    "FP8": (ALL | {k: v.to(torch.float8_e4m3fn) for k, v in o_proj(1).items()}, "torch.float8_e4m3fn [8, 40]"),
     "nothing": ({}, "holds no adapter"),
 }
 
