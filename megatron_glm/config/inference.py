@@ -86,7 +86,7 @@ def with_packs(config: RunConfig, data_path: Sequence[str], lengths: Sequence[in
     parallel, most = config.parallel, config.model.max_position_embeddings
     dp = parallel.data_parallel_size(ranks)
     stripes = 2 * parallel.context_parallel_size * parallel.tensor_model_parallel_size
-    length = max(*lengths, min(-(-sum(lengths) // dp), DataConfig.seq_length, most // stripes * stripes), 2)
+    length = max(max(lengths), min(-(-sum(lengths) // dp), DataConfig.seq_length, most // stripes * stripes), 2)
     length = -(-length // stripes) * stripes
     data = dataclasses.replace(config.data, data_path=tuple(data_path), seq_length=length)
     return dataclasses.replace(config, data=data, train=dataclasses.replace(config.train, global_batch_size=dp))
