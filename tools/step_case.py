@@ -24,6 +24,7 @@ from megatron_glm.config.plan_flags import PLAN_FLAGS
 from megatron_glm.data.packing import build_batch
 from megatron_glm.model import router
 from megatron_glm.model.glm import GLMChunk
+from megatron_glm.ops.fp8 import FP8
 from megatron_glm.parallel.fsdp import local, reduce_partial_gradients
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.planner.machine import H200
@@ -94,7 +95,11 @@ def draw(chunk: GLMChunk, seed: int) -> None:
     random = torch.Generator(current_device()).manual_seed(seed)
     for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
         part = local(tensor)
-        if part.dim() > 1:
+        if part.dtype == FP8:
+            part.view(torch.uint8).random_(0, 64, generator=random)  # the positive e4m3 numbers below 2
+        elif name.endswith("_scale"):
+            part.fill_(chunk.config.initializer_range)
+        elif part.dim() > 1:
             part.normal_(0.0, chunk.config.initializer_range, generator=random)
         else:
             part.fill_(1 if name.endswith("weight") else 0)

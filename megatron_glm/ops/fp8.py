@@ -94,6 +94,10 @@ class Blocks:
     def whole(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[..., out, in]; with scales [e, parts, ...], each part of the rows has blocks of its own."""
         parts = self.values.view(*self.scales.shape[:-2], -1, self.values.shape[-1])
+        if parts.is_cuda:
+            from .triton.fp8 import uncast_blocks  # needs Triton, which a CPU-only torch has not
+
+            return uncast_blocks(parts, self.scales, dtype).view(self.values.shape)
         return dequantize(parts, self.scales, dtype=dtype).view(self.values.shape)
 
     def for_gradients(self) -> tuple[Tensor, Tensor]:

@@ -197,3 +197,12 @@ def test_experts_and_their_rows(kernels):
         results.append([y.detach().cpu() for y in (out, *(leaf.grad for leaf in (*leaves, weight)))])
     for reference, ours in zip(*results, strict=True):
         assert ours.isfinite().all() and error(ours, reference) < 2e-2
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 256, 384), (2, 1, 200, 130), (128, 128)])
+def test_what_blocks_stand_for(shape):
+    """Experts that are held in FP8: the same bits as on a CPU."""
+    values, scales = fp8.quantize(randn(*shape))
+    for dtype in (torch.bfloat16, torch.float32):
+        expected = fp8.Blocks(values.cpu(), scales.cpu()).whole(dtype)
+        assert torch.equal(fp8.Blocks(values, scales).whole(dtype).cpu(), expected)

@@ -100,6 +100,30 @@ def _uncast_rows(values, scales, out, columns, groups: tl.constexpr):
     tl.store(out + place, (value * scale[:, None]).to(out.dtype.element_ty), mask=inside[:, None])
 
 
+@triton.jit
+def _uncast_blocks(values, scales, out, rows, columns, lines, across, tile: tl.constexpr):
+    """A tile of 128 x 128 of one of several matrices; lines, across: blocks of a matrix along rows and columns."""
+    matrix, line, column = tl.program_id(2).to(tl.int64), tl.program_id(1), tl.program_id(0)
+    row, at = line * tile + tl.arange(0, tile), column * tile + tl.arange(0, tile)
+    inside = (row < rows)[:, None] & (at < columns)[None, :]
+    place = (matrix * rows + row)[:, None] * columns + at[None, :]
+    scale = tl.load(scales + (matrix * lines + line) * across + column)
+    number = tl.load(values + place, mask=inside, other=0.0).to(tl.float32) * scale
+    tl.store(out + place, number.to(out.dtype.element_ty), mask=inside)
+
+
+def uncast_blocks(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """`ops.fp8.dequantize` of [..., rows, columns] by blocks of 128 x 128."""
+    out = torch.empty(values.shape, dtype=dtype, device=values.device)
+    rows, columns = values.shape[-2:]
+    lines, across = scales.shape[-2:]
+    grid = across, lines, values.numel() // (rows * columns)
+    _uncast_blocks[grid](
+        values.contiguous(), scales.contiguous(), out, rows, columns, lines, across, TILE, num_warps=WARPS
+    )
+    return out
+
+
 def cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [n, k], k a multiple of 128 -> e4m3 [n, k] and scales [n, k / 128], as `quantize(x, ROW)`."""
     along, scales = room(x)
