@@ -70,8 +70,8 @@ class Experts(nn.Module):
 
     def fp8_blocks(self) -> dict[str, Blocks]:
         """The matrices that are held in FP8, by name; none where they are not."""
-        held = {name: getattr(self, name).detach() for name in MATRICES}
-        return {name: Blocks(x, getattr(self, f"{name}_scale")) for name, x in held.items() if x.dtype == FP8}
+        held = [name for name in MATRICES if hasattr(self, f"{name}_scale")]
+        return {name: Blocks(getattr(self, name).detach(), getattr(self, f"{name}_scale")) for name in held}
 
     def _matrix(self, name: str) -> Tensor:
         """What computes: the parameter, or its numbers in FP8 with the scales that go with them."""

@@ -93,12 +93,12 @@ class Blocks:
 
     def whole(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[..., out, in]; with scales [e, parts, ...], each part of the rows has blocks of its own."""
-        parts = self.values.view(*self.scales.shape[:-2], -1, self.values.shape[-1])
-        if parts.is_cuda:
-            from .triton.fp8 import uncast_blocks  # needs Triton, which a CPU-only torch has not
+        return dequantize(self.parts, self.scales, dtype=dtype).view(self.values.shape)
 
-            return uncast_blocks(parts, self.scales, dtype).view(self.values.shape)
-        return dequantize(parts, self.scales, dtype=dtype).view(self.values.shape)
+    @property
+    def parts(self) -> Tensor:
+        """The values as the scales are for them: [..., rows, columns]."""
+        return self.values.view(*self.scales.shape[:-2], -1, self.values.shape[-1])
 
     def for_gradients(self) -> tuple[Tensor, Tensor]:
         """The transpose: values [..., in, out], in memory in that order, and scales [..., in / 128, out / 128]."""

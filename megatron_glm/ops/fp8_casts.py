@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_glm.ops.fp8 import ROW, dequantize, quantize
+from megatron_glm.torch_private import private
+
+private(__name__, "torch.Tensor._version")
 
 Cast = tuple[Tensor, Tensor]  # values and scales
 

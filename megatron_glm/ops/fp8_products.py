@@ -88,8 +88,13 @@ class HeldInFp8(Products):
         return super().input_gradient(gradient, self._whole(gradient), ends)
 
     def _whole(self, rows: Tensor) -> Tensor:
-        assert self.blocks is not None, "`bound` gives them"
-        return self.blocks.whole(rows.dtype)
+        blocks = self.blocks
+        assert blocks is not None, "`bound` gives them"
+        if rows.is_cuda:
+            from megatron_glm.ops.triton.fp8 import uncast_blocks  # needs Triton, which a CPU-only torch has not
+
+            return uncast_blocks(blocks.parts, blocks.scales, rows.dtype).view(blocks.values.shape)
+        return blocks.whole(rows.dtype)
 
 
 def _seen(x: Tensor) -> Tensor:

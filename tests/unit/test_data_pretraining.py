@@ -53,7 +53,7 @@ def train(*entries: str, samples: int | None = None, seed: int = 1, **changes):
 
 
 def inputs(dataset, index: int) -> list[int]:
-    return [int(i) for ids, _, cut in dataset.pack(index) for i in (ids[:-1] if cut else ids)]
+    return [int(i) for ids, _, cut, *_ in dataset.pack(index) for i in (ids[:-1] if cut else ids)]
 
 
 @pytest.mark.parametrize("longest", [3, 40, 200])
@@ -238,7 +238,7 @@ def test_opening_and_reading_take_no_memory_that_grows_with_the_data(tmp_path: P
     dataset = train(str(tmp_path / "big"), seq_length=4096)
     assert dataset.packs_per_epoch == 244140
     for index in range(0, 244140, 10_000):
-        assert sum(len(ids) - cut for ids, _, cut in dataset.pack(index)) == 4096
+        assert sum(len(ids) - cut for ids, _, cut, *_ in dataset.pack(index)) == 4096
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2_000_000

@@ -171,10 +171,10 @@ class Mutations:
     def correction_bias_in_the_weights(monkeypatch, chunk):
         from megatron_glm.model.router import Router
 
-        def leaking(self, x, valid):
+        def leaking(self, x, *_):
             choice = torch.sigmoid(x @ self.weight.T) + self.e_score_correction_bias
             weights, ids = choice.topk(self.config.num_experts_per_tok, dim=-1)
-            return ids, weights / weights.sum(-1, keepdim=True) * self.config.routed_scaling_factor
+            return ids, weights / weights.sum(-1, keepdim=True) * self.config.routed_scaling_factor, {}
 
         monkeypatch.setattr(Router, "forward", leaking)
 

@@ -133,7 +133,7 @@ import importlib.abc, sys, time
 class Slow(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name.split(".")[0] in ("numpy", "torch", "matplotlib", "transformers"):
-            print("ready", flush=True)
+            print("ready", file=sys.__stdout__, flush=True)
             time.sleep(60)
 sys.meta_path.insert(0, Slow())
 """
@@ -144,6 +144,9 @@ PROGRAMS = {
     "tools/preprocess_data.py": "--input rows --output-prefix out --tokenizer-model tokens",
     "tools/plan.py": "--hf-config glm5.2-tiny --data-path rows --seq-length 64 --train-iters 1",
     "tools/benchmark.py": "kernels",
+    "tools/generate.py": "--load-hf hf --prompt-file rows",
+    "tools/score.py": "--load-hf hf --data-path rows",
+    "tools/export_adapter.py": "--load out --to-peft peft",
     "tools/plot_log.py": "log.jsonl",
     "tools/doctor.py": "",
     "tools/rehearse_start.py": "--ranks 256 --rank 0",
@@ -158,6 +161,8 @@ def test_an_interrupt_while_a_program_starts_is_one_line(program, tmp_path):
     """Here it comes while the first slow package is imported."""
     (tmp_path / "sitecustomize.py").write_text(BLOCK)
     (tmp_path / "log.jsonl").write_text('{"iteration": 1}\n')
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text((ROOT / "megatron_glm/presets/glm5.2-tiny.json").read_text())
     words = [str(ROOT / program), *PROGRAMS[program].split()]
     begun = start("", *words, cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert sent(begun, signal.SIGINT) == (130, "interrupted\n")
