@@ -248,7 +248,8 @@ def libraries(machine: Machine) -> Iterator[Line]:
     version = packages.installed_torch()
     te = "NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_WITH_NCCL_EP=0 pip install --no-build-isolation -e '.[te]'"
     deep_ep = (
-        "git clone -b hybrid-ep https://github.com/deepseek-ai/DeepEP && pip install --no-build-isolation ./DeepEP"
+        "git clone -b hybrid-ep https://github.com/deepseek-ai/DeepEP && "
+        "HYBRID_EP_MULTINODE=0 pip install --no-build-isolation ./DeepEP"
     )
     for subject, module, code, fix in (
         ("DeepGEMM", "deep_gemm", IMPORT.format("deep_gemm"), packages.repair()),

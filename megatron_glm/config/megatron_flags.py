@@ -87,7 +87,7 @@ SERVED: dict[str, tuple[str, ...]] = {
 NAMES = {
     "--num-experts {}": "num-moe-experts",
     "--norm-epsilon {}": "layernorm-epsilon",
-    "--moe-token-dispatcher-type alltoall, or hybrid over several nodes": "moe-enable-deepep "
+    "--moe-token-dispatcher-type alltoall, hybrid over several nodes, or hybridep": "moe-enable-deepep "
     "moe-flex-dispatcher-backend",
     "tools/benchmark.py step --routing balanced": "moe-router-force-load-balancing",
     "--attention-backend cudnn or tilelang": "use-flash-attn",
@@ -127,8 +127,7 @@ VALUES = {
         "local": "--attention-backend torch",
     },
     "--moe-token-dispatcher-type": {
-        "flex": "--moe-token-dispatcher-type alltoall, or hybrid over several nodes",
-        "hybridep": "--moe-token-dispatcher-type hybrid, the same two levels without DeepEP's buffers",
+        "flex": "--moe-token-dispatcher-type alltoall, hybrid over several nodes, or hybridep",
     },
     "--fp8": dict.fromkeys(("e4m3", "hybrid"), "--fp8 blockwise"),
     "--fp8-format": {"hybrid": "--fp8-format e4m3, for gradients, too"},

@@ -26,10 +26,10 @@ class ParallelConfig(Section):
     microbatch_group_size_per_vp_stage: int | None = option(
         None, "micro-batches that a virtual stage runs in a row (default: the number of pipeline stages)"
     )
-    moe_token_dispatcher_type: Literal["allgather", "alltoall", "hybrid"] = option(
-        "alltoall", "how tokens reach their experts"
+    moe_token_dispatcher_type: Literal["allgather", "alltoall", "hybrid", "hybridep"] = option(
+        "alltoall", "how tokens reach their experts; hybrid: over nodes in two levels; hybridep: DeepEP's kernels"
     )
-    expert_node_size: int | None = option(None, "ranks of a node, for the hybrid dispatcher")
+    expert_node_size: int | None = option(None, "ranks of a node, for hybrid and hybridep (default there: all)")
     reshard_after_forward: bool = option(
         True, "free gathered dense weights after a forward, not only when gradients are reduced"
     )
@@ -82,9 +82,10 @@ class ParallelConfig(Section):
 
     def _check_dispatcher(self) -> None:
         kind, node = self.moe_token_dispatcher_type, self.expert_node_size
-        if (kind == "hybrid") != (node is not None):
+        if (kind == "hybrid" and node is None) or (kind not in ("hybrid", "hybridep") and node is not None):
             raise ValueError(
-                f"--moe-token-dispatcher-type {kind} with --expert-node-size {node}: hybrid needs it, no other takes it"
+                f"--moe-token-dispatcher-type {kind} with --expert-node-size {node}: hybrid needs it, hybridep takes "
+                "it, no other does"
             )
         if node is not None:
             ep = self.expert_model_parallel_size

@@ -17,7 +17,7 @@ from megatron_glm.model.glm import GLMChunk
 from megatron_glm.model.init import initialize_weights
 from megatron_glm.model.trained import hold_as_stored
 from megatron_glm.ops import backends
-from megatron_glm.parallel.dispatch import make_dispatcher
+from megatron_glm.parallel.dispatch import hybridep, make_dispatcher
 from megatron_glm.parallel.fsdp import local, shard_chunk
 from megatron_glm.parallel.groups import ParallelGroups, host_group, time_limit
 from megatron_glm.parallel.pipeline.layout import PipelineLayout, build_layout, check_run
@@ -57,6 +57,7 @@ def initialize(config: RunConfig) -> ParallelGroups:
     selects = not config.attends_densely
     backends.check(kernels.attention_backend, config.model, config.parallel.tensor_model_parallel_size, selects)
     backends.check_fp8(config)
+    hybridep.check(config)
     backends.load(kernels.attention_backend, config.dense_rows, kernels.deterministic)
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # connect at the first message: else 2 x ranks descriptors each
     if not dist.is_initialized():

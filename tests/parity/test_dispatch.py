@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -12,8 +13,10 @@ from megatron_glm.config import Fp8Config, ParallelConfig, RunConfig
 from megatron_glm.ops.experts import grouped_mlp
 from megatron_glm.ops.fp8 import ROW, dequantize, quantize
 from megatron_glm.parallel.dispatch import DISPATCHERS, make_dispatcher
+from megatron_glm.parallel.dispatch.hybridep import HybridEPDispatcher
 from megatron_glm.parallel.dispatch.local import Dispatcher, LocalDispatcher
 from megatron_glm.parallel.groups import ParallelGroups
+from tests import hybridep
 from tests.distributed import close_groups, run
 from tests.reference import small_config
 
@@ -25,7 +28,7 @@ KEYS = [
     (name, ep, node, case)
     for ep, node in LAYOUTS
     for name in DISPATCHERS
-    if (name == "hybrid") == (node is not None)
+    if name == "hybridep" or (name == "hybrid") == (node is not None)
     for case in CASES
 ]
 
@@ -86,6 +89,8 @@ def compare(name: str, groups: ParallelGroups, node: int | None, case: str) -> d
     tokens = slice(sum(t[:rank]), sum(t[: rank + 1]))
     local = slice(rank * E // ep, (rank + 1) * E // ep)
     dispatcher = made(name, groups)
+    if name == "hybridep" and case in ("unequal", "padding"):
+        dispatcher = HybridEPDispatcher(replace(dispatcher.context, row_multiple=4))
     mine = ids[tokens], x[tokens], weights[tokens], gate_up[local], down[local], probe[tokens]
     results = forward_backward(dispatcher, *mine)
     errors = {}
@@ -183,7 +188,9 @@ def sent_by_a_forward(name: str, groups: ParallelGroups, fp8: bool = False) -> t
 def all_layouts() -> dict:
     """Runs on each rank."""
     results = {}
+    sys.modules["deep_ep"] = hybridep  # the contract of its buffer, without its kernels
     for ep, node in LAYOUTS:
+        hybridep.HybridEPBuffer.num_of_hybrid_ep_ranks_per_nvlink_domain = node or ep
         groups = ParallelGroups.create(ParallelConfig(expert_model_parallel_size=ep, expert_node_size=node))
         for name, _, _, case in [key for key in KEYS if key[1:3] == (ep, node)]:
             results[name, ep, node, case] = compare(name, groups, node, case)
@@ -195,6 +202,7 @@ def all_layouts() -> dict:
             results["sent", ep, node] = sent_by_a_forward("alltoall", groups)
         name = "hybrid" if node else "alltoall"
         results["fp8", ep, node] = in_fp8(name, groups), sent_by_a_forward(name, groups, fp8=True)
+        results["domains", ep, node] = other_domains(groups)
         close_groups(groups)
     return results
 
@@ -223,6 +231,23 @@ def test_hybrid_sends_each_token_once_per_node_and_once_per_rank_inside(ranks, e
         counted, expected = results["bytes", ep, node]
         assert counted == expected
     assert all(sum(results["bytes", ep, node][0][level] for results in ranks) > 0 for level in ("ep_inter", "ep_node"))
+
+
+def other_domains(groups: ParallelGroups) -> str:
+    """What is said where HybridEP finds other ranks connected than the flags say."""
+    dispatcher = made("hybridep", groups)
+    hybridep.HybridEPBuffer.num_of_hybrid_ep_ranks_per_nvlink_domain = 1
+    try:
+        dispatcher.buffer  # noqa: B018
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("ep, node", LAYOUTS)
+def test_hybridep_refuses_nodes_that_are_not_there(ranks, ep, node):
+    said = f"--expert-node-size {node}: HybridEP finds 1 of the {ep} expert-parallel ranks connected by NVLink, not "
+    assert [results["domains", ep, node] for results in ranks] == [f"{said}{node or ep}"] * RANKS
 
 
 @pytest.mark.parametrize("ep, node", LAYOUTS)

@@ -26,7 +26,7 @@ from tests.preloaded import python
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 NEEDS = "# needs: "
-FREE = {"hf", "source", "export", "cd", "mkdir"}  # not ours
+FREE = {"hf", "git", "source", "export", "cd", "mkdir"}  # not ours
 ARGUMENTS_ALONE = {
     f"tools/{name}.py" for name in ("convert_hf", "export_adapter", "benchmark", "rehearse_start", "rehearse_save")
 }

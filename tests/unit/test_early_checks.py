@@ -48,7 +48,7 @@ def folder(tmp_path, monkeypatch, capsys) -> Path:
             {"load": "tuned", "preset": None, "mtp_num_layers": 2},
             "--mtp-num-layers 2 with a checkpoint of 1 MTP lay",
         ),
-        (2, {"moe_token_dispatcher_type": "hybridep"}, "--moe-token-dispatcher-type hybridep"),
+        (2, {"moe_token_dispatcher_type": "deepep"}, "--moe-token-dispatcher-type"),
         (2, {"moe_token_dispatcher_type": "hybrid"}, "hybrid with --expert-node-size None: hybrid needs it"),
         (2, {"valid_data_path": "gone.jsonl"}, "gone.jsonl holds or matches no file"),
     ],

@@ -11,6 +11,7 @@ from megatron_glm.config.fp8 import MULTIPLE
 from megatron_glm.parallel.dispatch.allgather import AllGatherDispatcher
 from megatron_glm.parallel.dispatch.alltoall import AllToAllDispatcher
 from megatron_glm.parallel.dispatch.hybrid import HybridDispatcher
+from megatron_glm.parallel.dispatch.hybridep import HybridEPDispatcher
 from megatron_glm.parallel.dispatch.local import DispatchContext, Dispatcher, LocalDispatcher
 from megatron_glm.parallel.groups import ParallelGroups
 
@@ -19,6 +20,7 @@ DISPATCHERS: dict[str, Callable[[DispatchContext], Dispatcher]] = {
     "allgather": AllGatherDispatcher,
     "alltoall": AllToAllDispatcher,
     "hybrid": HybridDispatcher,
+    "hybridep": HybridEPDispatcher,
 }
 
 

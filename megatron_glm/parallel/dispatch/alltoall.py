@@ -41,8 +41,7 @@ class AllToAllDispatcher(Dispatcher):
         return sum_back(self.local.combine(rows, local), hop)
 
     def traffic(self) -> dict[str, float]:
-        ranks, c = self.ep.size(), self.context
-        return {"ep": c.most_tokens * c.copies(ranks) * (ranks - 1) / ranks * c.round_trip}
+        return {group: rows * self.context.round_trip for group, rows in self.context.rows_sent().items()}
 
     def buffer_bytes(self) -> int:
         c = self.context

@@ -68,12 +68,7 @@ class HybridDispatcher(Dispatcher):
         return sum_back(sum_back(self.local.combine(rows, local), inner), outer)
 
     def traffic(self) -> dict[str, float]:
-        c, nodes, size = self.context, self.inter.size(), self.node.size()
-        rows = {
-            "ep_inter": c.most_tokens * c.copies(nodes) * (nodes - 1) / nodes,
-            "ep_node": c.most_tokens * c.copies(self.ep.size()) * (size - 1) / size,
-        }
-        return {group: number * c.round_trip for group, number in rows.items() if number}
+        return {group: rows * self.context.round_trip for group, rows in self.context.rows_sent().items()}
 
     def buffer_bytes(self) -> int:
         c = self.context

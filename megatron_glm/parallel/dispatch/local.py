@@ -53,6 +53,19 @@ class DispatchContext:
         rest = self.n_experts - self.n_experts // parts
         return parts * (1 - math.comb(rest, self.top_k) / math.comb(self.n_experts, self.top_k))
 
+    def rows_sent(self) -> dict[str, float]:
+        """Tokens that a rank sends in one layer's dispatch, by group (a name of `GROUP_AXES`), if routing is uniform.
+
+        Where nodes are known a token crosses to each node once, then goes on inside it.
+        """
+        ep, inter, node = self.groups.ep.size(), self.groups.ep_inter, self.groups.ep_node
+        if inter is None or node is None or inter.size() == 1:
+            return {"ep": self.most_tokens * self.copies(ep) * (ep - 1) / ep}
+        nodes, size = inter.size(), node.size()
+        across = self.most_tokens * self.copies(nodes) * (nodes - 1) / nodes
+        inside = self.most_tokens * self.copies(ep) * (size - 1) / size
+        return {"ep_inter": across} | ({"ep_node": inside} if inside else {})
+
 
 class Dispatcher:
     """Moves tokens to the ranks of their experts, and the sum of the experts' outputs back.
