@@ -101,6 +101,11 @@ class RunConfig:
         self.optimizer.check(self.train.planned_iters)
         self.losses.check(self.model.num_nextn_predict_layers)
         steps, mode = self.losses.mtp_steps, self.indexer.indexer_training
+        if steps >= self.data.seq_length:
+            raise ValueError(
+                f"--mtp-num-steps {steps} is not below --seq-length ({self.data.seq_length}): no document has a "
+                "token that far ahead"
+            )
         if steps and (mode == "warmup" or (mode != "off" and self.losses.train_only)):
             flag = f"--train-only {self.losses.train_only}" if self.losses.train_only else f"--mtp-num-steps {steps}"
             raise ValueError(f"{flag} and --indexer-training {mode} each train what the other holds: give one")

@@ -9,6 +9,7 @@ to do so: there the masters are plain parameters, and the forward computes with 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -53,6 +54,9 @@ def shard_chunk(parallel: ParallelConfig, groups: ParallelGroups, chunk: ModelCh
         bf16: compute in bf16, else in fp32. Trained parameters, reductions and sums of gradients are fp32 either way;
             a frozen parameter has any dtype, and is gathered in that one where the model computes in it.
     """
+    # What a layer passes on (an indexer's log-probabilities, the latents of the first MTP step) is a view for FSDP2. It
+    # warns of changes in place, and no output of a layer is changed in place.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if bf16 else torch.float32
     # no cast of inputs: hidden states have the type already, and the plan's rope tables must keep theirs

@@ -109,8 +109,8 @@ def validate(engine: Engine, sets: Mapping[str, MicroBatches], iteration: int) -
         found, tokens = evaluate_once(engine, data)
         which = "" if name == UNNAMED_SET else f" {name}"
         line = f" validation{which} at iteration {iteration} | lm loss: {found[LM]:.6E} | tokens: {tokens}"
-        log(line + pairs_line(found, "E"))
-        for key, value in ({"lm_loss": found[LM]} | pairs_record(found)).items():
+        log(line + mtp_line(found) + pairs_line(found, "E"))
+        for key, value in ({"lm_loss": found[LM]} | mtp_record(found) | pairs_record(found)).items():
             records.setdefault(f"valid_{key}", {})[name] = value
     return {key: value[UNNAMED_SET] if list(sets) == [UNNAMED_SET] else value for key, value in records.items()}
 
@@ -137,14 +137,21 @@ def report_losses(engine: Engine, sets: Mapping[str, MicroBatches]) -> None:
     """A line with the mean loss of each set, outside of training."""
     for name, data in sets.items():
         found, tokens = evaluate_once(engine, data)
-        mtp = [f"{loss:.6f}" for loss in by_step(found, "mtp")]
-        more = f" | mtp losses: {' '.join(mtp)}" if mtp else ""
-        log(f"{name} | lm loss: {found[LM]:.6f} | tokens: {tokens}{more}{pairs_line(found)}")
+        log(f"{name} | lm loss: {found[LM]:.6f} | tokens: {tokens}{mtp_line(found)}{pairs_line(found)}")
 
 
-def by_step(losses: Mapping[str, float], kind: str) -> list[float]:
-    """The losses, or what else is counted, of all MTP steps in order."""
-    return [loss for name, loss in losses.items() if name.startswith(f"{kind}_")]
+def mtp_record(losses: Mapping[str, float]) -> dict[str, list[float]]:
+    """mtp_losses and mtp_acceptance of all MTP steps in order; empty without any."""
+    found = {
+        key: [loss for name, loss in losses.items() if name.startswith(f"{kind}_")] for key, kind in MTP_RECORDS.items()
+    }
+    return {key: values for key, values in found.items() if values}
+
+
+def mtp_line(losses: Mapping[str, float]) -> str:
+    """The losses of all MTP steps for the screen."""
+    steps = mtp_record(losses).get("mtp_losses")
+    return f" | mtp losses: {' '.join(f'{loss:.6f}' for loss in steps)}" if steps else ""
 
 
 def evaluate_once(engine: Engine, data: MicroBatches) -> tuple[dict[str, float], int]:
@@ -211,8 +218,7 @@ def next_step(
     record |= pairs_record(result.losses)
     if counts.losses.get(RECALL):  # no row of the step may see enough keys
         record["indexer_recall"] = result.losses[RECALL]
-    if config.losses.mtp_steps:
-        record |= {key: by_step(result.losses, kind) for key, kind in MTP_RECORDS.items()}
+    record |= mtp_record(result.losses)
     return record | {"grad_norm": result.grad_norm, **result.statistics}
 
 

@@ -8,7 +8,7 @@ from megatron_glm.training.logging import log
 
 
 def never_trained(config: RunConfig) -> frozenset[str]:
-    """Of the parts "indexer", "mtp" and "mtp indexer" (`trained.part_of`), those never trained when this run starts.
+    """Of "trunk", "indexer", "mtp" and "mtp indexer" (`trained.part_of`), those never trained when this run starts.
 
     From scratch all; else what the checkpoint of --load says. Converted weights count as trained.
     """
@@ -18,15 +18,21 @@ def never_trained(config: RunConfig) -> frozenset[str]:
         return frozenset(sharded.state_of(folder).get("never_trained", ()))
     if section.load_hf is not None:
         return frozenset()
-    return frozenset({"indexer", "mtp", "mtp indexer"} if model.mtp_layer_ids else {"indexer"})
+    parts = {"trunk", "indexer"}
+    return frozenset(parts | {"mtp", "mtp indexer"} if model.mtp_layer_ids else parts)
 
 
 def warn_of_untrained(config: RunConfig) -> None:
-    """A line if random weights choose the keys that rows attend to, and one for an MTP layer that is not trained.
+    """A line for each part whose random weights this run uses and does not train, and one for an MTP layer held.
 
     The MTP layer has an indexer of its own, which the sparse stage trains.
     """
     parts = never_trained(config)
+    if "trunk" in parts - config.trained_parts:
+        log(
+            "warning: the trunk was never trained, and this run holds its random weights: --load or --load-hf names a "
+            "model that was"
+        )
     if config.selects and "indexer" in parts:
         log(
             f"warning: the indexer was never trained: its random weights choose the keys of every row that sees more "

@@ -149,9 +149,10 @@ class WeightsAndBiases:
 
 
 def numbers(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of a record but its iteration, by name; those of a dict as NAME/KEY."""
+    """The numbers of a record but its iteration, by name; those of a dict as NAME/KEY, of a list as NAME/1, NAME/2 …"""
     for name, value in record.items():
-        if isinstance(value, dict):
-            yield from ((f"{name}/{key}", number) for key, number in value.items())
+        parts = {str(place): part for place, part in enumerate(value, 1)} if isinstance(value, list) else value
+        if isinstance(parts, dict):
+            yield from ((f"{name}/{key}", number) for key, number in numbers(parts))
         elif isinstance(value, int | float) and name != "iteration":
             yield name, value

@@ -13,6 +13,7 @@ from tests.finetune import exit_code, json_log, tensors
 from tests.pretrain import pretrain
 
 WARNING, MTP_WARNING = "the indexer was never trained", "the MTP layer's own indexer was never trained"
+TRUNK_WARNING = "the trunk was never trained"
 
 
 @pytest.fixture(autouse=True)
@@ -65,10 +66,15 @@ def test_three_stages(capsys):
 
 def test_pre_training_trains_the_mtp_layer_and_says_so_in_the_checkpoint(capsys):
     pretrain(train_iters=2, save="out", log_file="log.jsonl", mtp_num_steps=2)
-    assert state("out")["never_trained"] == ["indexer", "mtp indexer"] and " mtp losses: " in capsys.readouterr().out
-    assert all(len(line["mtp_losses"]) == len(line["mtp_acceptance"]) == 2 for line in json_log("log.jsonl"))
+    out = capsys.readouterr().out
+    assert state("out")["never_trained"] == ["indexer", "mtp indexer"] and " mtp losses: " in out
+    log = json_log("log.jsonl")
+    assert all(len(line["mtp_losses"]) == len(line["mtp_acceptance"]) == 2 for line in log)
+    assert "valid_mtp_losses" not in log[0] and len(log[1]["valid_mtp_acceptance"]) == 2
+    losses = " ".join(f"{loss:.6f}" for loss in log[1]["valid_mtp_losses"])
+    assert f" | mtp losses: {losses}\n" in out[out.index(" validation at iteration 2 ") :]
     pretrain(preset=None, load="out", eval_only=True, mtp_num_steps=2)
-    assert " | mtp losses: " in capsys.readouterr().out
+    assert f" | mtp losses: {losses}\n" in capsys.readouterr().out
 
 
 def test_training_around_an_untrained_indexer_is_warned_of_by_name(capsys):
@@ -90,6 +96,18 @@ def test_training_around_an_untrained_indexer_is_warned_of_by_name(capsys):
     assert MTP_WARNING not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("only", [{"indexer_training": "warmup"}, {"train_only": "mtp"}])
+def test_learning_from_a_trunk_that_was_never_trained_is_warned_of(only, capsys):
+    pretrain(train_iters=1, save="out", **only)
+    assert TRUNK_WARNING in capsys.readouterr().out
+    noted = json.loads(Path("out/iter_0000001/state.json").read_text())["never_trained"]
+    assert "trunk" in noted
+    pretrain(preset=None, load="out", finetune=True, train_iters=1, **only)
+    assert TRUNK_WARNING in capsys.readouterr().out
+    pretrain(preset=None, load="out", finetune=True, train_iters=1, attention="dense")
+    assert TRUNK_WARNING not in capsys.readouterr().out
+
+
 REFUSED = {
     "needs --indexer-training warmup or sparse": {"dsa_indexer_loss_coeff": 0.1},
     "--indexer-teacher own needs": {"indexer_teacher": "own"},
@@ -97,6 +115,7 @@ REFUSED = {
     "must not be negative": {"indexer_training": "sparse", "dsa_indexer_loss_coeff": -1},
     "--moe-router-bias-update-rate 0.1": {"indexer_training": "warmup", "moe_router_bias_update_rate": 0.1},
     "--indexer-training sparse with --attention dense": {"indexer_training": "sparse", "attention": "dense"},
+    "--mtp-num-steps 32 is not below --seq-length (32)": {"mtp_num_steps": 32},
     "--dense-rows off with dense attention": {"attention": "dense", "dense_rows": "off"},
 }
 

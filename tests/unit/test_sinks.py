@@ -106,6 +106,18 @@ def test_a_missing_package_is_one_error_that_names_the_extra(run, monkeypatch, c
     require_packages(LoggingConfig())
 
 
+def test_every_number_of_a_record_has_a_name():
+    """Lists by step and validation sets by name, too; a list of samples has none."""
+    record = {"iteration": 3, "lm_loss": None, "mtp_losses": [4.0, 5.0], "samples": ["a:0", "b:1"]}
+    record |= {"valid_mtp_losses": {"code": [6.0]}, "valid_rewards": {"math": {"margins": 0.5}}, "skipped": "why"}
+    assert dict(numbers(record)) == {
+        "mtp_losses/1": 4.0,
+        "mtp_losses/2": 5.0,
+        "valid_mtp_losses/code/1": 6.0,
+        "valid_rewards/math/margins": 0.5,
+    }
+
+
 def test_tensorboard_goes_on_after_a_restart(run):
     """The killed run came to iteration 4, its checkpoint is of 2: curves have each iteration once."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
