@@ -48,7 +48,7 @@ class Base:
 
     def find(self, moved: str | Path | None = None) -> Path:
         """Where it is now: `moved` (of --base), or where it was. Raises ValueError if that is missing or another."""
-        folder = self.folder if moved is None else base_folder(Path(moved))
+        folder = self.folder if moved is None else base_folder(Path(moved)).resolve()
         if not folder.is_dir():
             raise ValueError(f"the model under the adapters was {folder}, which does not exist: --base DIR if it moved")
         if (found := Base.of(folder).digest) != self.digest:
@@ -65,7 +65,7 @@ def base_folder(folder: Path) -> Path:
         return folder
     if iterations.any_saved(folder):
         return iterations.iteration_folder(*iterations.start(folder))
-    require_model(folder)
+    require_model("--base", folder)
     return folder
 
 

@@ -18,7 +18,7 @@ from megatron_glm.launch import say, world_size
 
 from . import DataConfig, ModelConfig, PretrainDataConfig, RunConfig, flag_name, sort_flags
 from .iterations import iteration_folder, start
-from .lora import with_stored
+from .lora import NO_ADAPTERS, with_stored
 from .model import SHAPE_FIELDS
 from .plan_flags import PLAN_FLAGS, add_plan_flags
 from .section import Section, choices_of
@@ -252,10 +252,10 @@ def resolve(flags: argparse.Namespace, data: DataSection = DataConfig) -> RunCon
     load, source = sections["checkpoint"].load, given.get("hf_config")
     checkpoint = None if load is None else iteration_folder(*start(load, sections["checkpoint"].ckpt_step))
     if checkpoint is not None:
-        sections["lora"] = with_stored(sections["lora"], checkpoint)
+        sections["lora"] = with_stored({name: given[name] for name in vars(NO_ADAPTERS) if name in given}, checkpoint)
     weights = sections["checkpoint"].load_hf
     if weights is not None:
-        require_model(weights)
+        require_model("--load-hf", weights)
     if source is None and checkpoint is None and weights is None:
         raise ValueError(NO_SHAPE)
     overrides = _overrides(flags)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from .model import ModelConfig
 from .section import Section, flag_name, option
@@ -46,19 +47,39 @@ class LoraConfig(Section):
         None, "of the frozen weights; fp8: the routed experts' in blocks, the others' bf16 (default: that of the run)"
     )
 
+    @property
+    def alpha(self) -> float:
+        return 2.0 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
+
     def rank_and_scale(self, expert: bool) -> tuple[int, float]:
         """Of a routed expert's adapters, or of the others."""
         rank = self.lora_expert_rank if expert and self.lora_expert_rank is not None else self.lora_rank
-        alpha = 2.0 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
-        return rank, alpha / (math.sqrt(rank) if self.lora_rslora else rank)
+        return rank, self.alpha / (math.sqrt(rank) if self.lora_rslora else rank)
+
+    def spelled_out(self) -> dict[str, Any]:
+        """The settings of the adapters by name, with what defaults mean, so that equal adapters have equal ones."""
+        return {
+            "lora_rank": self.lora_rank,
+            "lora_alpha": self.alpha,
+            "lora_expert_rank": self.rank_and_scale(expert=True)[0],
+            "lora_target_modules": " ".join(sorted(set(self.lora_target_modules))),
+            "lora_rslora": self.lora_rslora,
+        }
 
     def precision(self, bf16: bool) -> str:
         """Of the frozen weights, in a run that computes in bf16 or in fp32."""
         return self.base_precision or ("bf16" if bf16 else "fp32")
 
     def check(self, model: ModelConfig) -> None:
-        self.require("lora_rank", "lora_alpha", "lora_expert_rank", "lora_rslora", "base", "base_precision")
+        self.require("lora_rank", "lora_alpha", "lora_expert_rank", "lora_rslora")
         if not self.lora_rank:
+            if self.base is not None:
+                raise ValueError(f"--base {self.base} is the model under the adapters of --load, which holds none")
+            if self.base_precision is not None:
+                raise ValueError(
+                    f"--base-precision {self.base_precision} is of the model under adapters: --load holds none, and "
+                    "there is no --lora-rank"
+                )
             if self.lora_target_modules != TARGETS:
                 raise ValueError(f"--lora-target-modules {' '.join(self.lora_target_modules)} needs --lora-rank")
             return
@@ -72,16 +93,19 @@ class LoraConfig(Section):
         rank, _ = self.rank_and_scale(expert=True)
         experts = "experts" in self.lora_target_modules and any(map(model.is_moe, range(model.num_hidden_layers)))
         if experts and rank % GROUPED_MULTIPLE:
-            flag = "--lora-rank" if self.lora_expert_rank is None else "--lora-expert-rank"
+            flag, more = "--lora-expert-rank", ""
+            if self.lora_expert_rank is None:
+                flag, more = "--lora-rank", "; --lora-expert-rank gives them a rank of their own"
             raise ValueError(
                 f"{flag} ({rank}) must be a multiple of {GROUPED_MULTIPLE} for the routed experts' grouped products"
+                f"{more}"
             )
         if self.lora_expert_rank is not None and not experts:
             raise ValueError(f"--lora-expert-rank {self.lora_expert_rank}: no routed expert has an adapter here")
 
 
-def with_stored(given: LoraConfig, checkpoint: Path) -> LoraConfig:
-    """These settings, completed by those of the adapters in an `iter_…` folder, if it holds adapters.
+def with_stored(given: Mapping[str, Any], checkpoint: Path) -> LoraConfig:
+    """The section of the flags that are `given`, by field, completed by the adapters in an `iter_…` folder, if any.
 
     Raises: ValueError where both say something, and not the same.
     """
@@ -89,12 +113,15 @@ def with_stored(given: LoraConfig, checkpoint: Path) -> LoraConfig:
         stored = json.loads((checkpoint / "state.json").read_text())["lora"]
         settings = {**stored, "lora_target_modules": tuple(stored["lora_target_modules"])}
     except (OSError, ValueError, KeyError, TypeError):
-        return given  # a whole model, or damaged, as loading it will say
-    for name, value in settings.items():
-        ours = getattr(given, name)
-        if ours not in (value, getattr(NO_ADAPTERS, name)):
-            raise ValueError(f"{flag_name(name)} {ours}, and the adapters of --load {checkpoint} have {value}")
-    return replace(given, **settings)
+        return LoraConfig(**given)  # a whole model, or damaged, as loading it will say
+    found = LoraConfig(**{**given, **settings})
+    theirs, ours = found.spelled_out(), LoraConfig(**{**settings, **given})
+    if not ours.lora_rank:
+        raise ValueError(f"--lora-rank 0, and the adapters of --load {checkpoint} have {found.lora_rank}")
+    for name, value in ours.spelled_out().items():
+        if name in given and value != theirs[name]:
+            raise ValueError(f"{flag_name(name)} {value}, and the adapters of --load {checkpoint} have {theirs[name]}")
+    return found
 
 
 NO_ADAPTERS = LoraConfig()

@@ -48,11 +48,11 @@ def locate(source: str | Path) -> Path:
     raise ValueError(f"{source}: neither a folder, a config file nor a preset (presets: {presets}){describe(source)}")
 
 
-def require_model(folder: str | Path) -> None:
-    """Raises ValueError unless --load-hf names a folder with a config.json; what it says may still be refused."""
+def require_model(flag: str, folder: str | Path) -> None:
+    """Raises ValueError unless the flag names a folder with a config.json; what it says may still be refused."""
     path = Path(folder) / "config.json"
     if not path.exists() and not path.is_symlink():
-        raise ValueError(f"--load-hf {folder}: the folder holds no model (config.json is missing){describe(folder)}")
+        raise ValueError(f"{flag} {folder}: the folder holds no model (config.json is missing){describe(folder)}")
     require_content(path)
 
 
@@ -82,6 +82,8 @@ def describe(source: str | Path) -> str:
             return f"; it is a checkpoint of {owner}, which is not read here: export it as a Hugging Face folder"
     if any(any(path.glob(name)) for name in ("latest_checkpointed_iteration.txt", "iter_*", "*.distcp")):
         return f"; it is a checkpoint: --load {path} reads it"
+    if (path / "adapter_config.json").is_file():
+        return "; it is a PEFT folder: tools/export_adapter.py --from-peft makes a checkpoint of its adapters"
     if snapshots := sorted(path.glob("snapshots/*/config.json")):
         return f"; it is a download cache, and the model is in {snapshots[-1].parent}"
     if len(inside := sorted(path.glob("*/config.json"))) == 1:

@@ -31,7 +31,7 @@ def loaded_base(config: RunConfig) -> Base | None:
         found = read_adapter_state(iterations.iteration_folder(*iterations.start(section.load, section.ckpt_step)))
     if found is None:
         if moved is not None:
-            raise ValueError(f"--base {moved}: --load {section.load} holds no adapters that it could be under")
+            raise ValueError(f"--base {moved} is the model under the adapters of --load, which holds none")
         return None
     if section.load_hf is not None:
         raise ValueError(

@@ -141,8 +141,8 @@ class Saver:
         """What this rank has of all that is saved."""
         weights = model_rectangles(self.chunks)
         weights = adapters(weights) if self.config.lora.lora_rank else weights
-        without = self.config.checkpoint.no_save_optim
-        return weights if without else weights + optimizer_rectangles(self.chunks, self.optimizer)
+        moments = not self.config.checkpoint.no_save_optim
+        return weights + (optimizer_rectangles(self.chunks, self.optimizer) if moments else [])
 
     def wait(self) -> None:
         """Wait for the save in the background, if there is one.
@@ -299,7 +299,8 @@ def resumed_state(config: RunConfig) -> dict[str, Any] | None:
     folder, iteration = iterations.start(section.load, section.ckpt_step)
     if iteration == 0:
         return None
-    state = run_state(folder, iteration)
+    if "lora" not in (state := run_state(folder, iteration)) and config.lora.lora_rank:
+        return None  # a whole model, which new adapters are put on
     if state.get("no_save_optim") and not section.no_load_optim:
         raise ValueError(
             f"--load {section.load}: iteration {iteration} holds no optimizer state (it was saved with "

@@ -77,6 +77,13 @@ def test_a_converted_checkpoint_is_a_base_as_its_folder_is(folder):
     train(1, folder, 3, "of checkpoint again", load="of checkpoint")
 
 
+def test_new_adapters_on_a_checkpoint_of_another_run_begin_a_new_one(folder):
+    train(1, folder, 1, "trunk", load="base")
+    lines = train(1, folder, 2, "on trunk", load="trunk", **LORA)
+    assert list(losses(lines)) == [1, 2]
+    assert sharded.state_of(folder / "on trunk/iter_0000002")["base"]["folder"].endswith("trunk/iter_0000001")
+
+
 def refused(folder: Path, capfd, **flags) -> str:
     given = {"load": "whole", "train_iters": 5} | flags
     with pytest.raises(RuntimeError) as error:
@@ -90,6 +97,9 @@ def test_a_base_that_moved_or_is_another(folder, capfd):
     try:
         assert "does not exist: --base DIR if it moved" in refused(folder, capfd)
         train(1, folder, 5, "with moved", load="whole", base="moved", finetune=True)
+        now = sharded.state_of(folder / "with moved/iter_0000005")["base"]["folder"]
+        assert now == str((folder / "moved").resolve()), "found from any working directory"
+        assert "--base nowhere: the folder holds no model" in refused(folder, capfd, base="nowhere")
         hf_folder.make_folder(folder / "other", **MODEL | {"vocab_size": 72})
         message = refused(folder, capfd, base="other")
         assert "is not the model under the adapters" in message and "the digest" in message
@@ -99,7 +109,7 @@ def test_a_base_that_moved_or_is_another(folder, capfd):
 
 def test_flags_that_contradict_the_adapters(folder, capfd):
     assert "--lora-rank 16, and the adapters of" in refused(folder, capfd, lora_rank=16, lora_expert_rank=16)
-    assert "--base base: --load base holds no adapters" in refused(
+    assert "--base base is the model under the adapters of --load, which holds none" in refused(
         folder, capfd, load="base", base="base", lora_rank=4, lora_expert_rank=8
     )
     assert "needs a model to adapt" in refused(

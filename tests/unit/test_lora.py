@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_glm.checkpoint.adapters import Base, adapter_state
 from megatron_glm.config import LoraConfig, OptimizerConfig, RunConfig
+from megatron_glm.config.lora import TARGETS, with_stored
 from megatron_glm.config.parameters import adapter_parameters
 from megatron_glm.model.adapters import without_adapters
 from megatron_glm.model.init import initialize_weights
@@ -156,7 +160,9 @@ def test_which_weights_have_one():
         ({"lora_alpha": 16.0}, {}, "--lora-alpha 16.0 needs --lora-rank"),
         ({"lora_rank": 8, "lora_target_modules": ("kv_b_proj",)}, {}, "--lora-target-modules kv_b_proj: its weight"),
         ({"lora_rank": 8, "lora_target_modules": ("q_proj",)}, {}, "q_proj is none of q_a_proj"),
-        ({"lora_rank": 4}, {}, r"--lora-rank \(4\) must be a multiple of 8"),
+        ({"lora_rank": 4}, {}, r"--lora-rank \(4\) must be a multiple of 8.*; --lora-expert-rank gives them"),
+        ({"base": "b"}, {}, "--base b is the model under the adapters of --load, which holds none"),
+        ({"base_precision": "fp8"}, {}, "--base-precision fp8 is of the model under adapters: --load holds none"),
         ({"lora_rank": 8, "lora_expert_rank": 12}, {}, r"--lora-expert-rank \(12\) must be a multiple of 8"),
         ({"lora_rank": 4, "lora_expert_rank": 8, "lora_target_modules": ("o_proj",)}, {}, "no routed expert"),
         ({"lora_rank": 8, "lora_alpha": 0.0}, {}, "--lora-alpha is 0"),
@@ -167,3 +173,43 @@ def test_what_cannot_be_served_is_refused_by_name(lora, changes, words):
     config = RunConfig(small_config(), lora=LoraConfig(**lora))
     with pytest.raises(ValueError, match=words):
         dataclasses.replace(config, **changes)._check_adapters()
+
+
+STORED = LoraConfig(lora_rank=8, lora_target_modules=("q_a_proj", "experts"))
+
+
+def stored_with(tmp_path: Path, **given) -> LoraConfig:
+    state = adapter_state(STORED, Base(tmp_path, "digest"))
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    return with_stored(given, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"lora_rank": 8, "lora_alpha": 16.0, "lora_expert_rank": 8},  # the defaults, spelled out
+        {"lora_target_modules": ("experts", "q_a_proj"), "lora_rslora": False},
+    ],
+)
+def test_flags_may_say_again_what_the_adapters_are(tmp_path: Path, given: dict):
+    assert stored_with(tmp_path, **given, base="moved") == dataclasses.replace(STORED, base="moved")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"lora_rank": 16}, "--lora-rank 16, and the adapters of .* have 8"),
+        ({"lora_rank": 0}, "--lora-rank 0, and the adapters of .* have 8"),
+        ({"lora_alpha": 8.0}, "--lora-alpha 8.0, and the adapters of .* have 16.0"),
+        ({"lora_expert_rank": 16}, "--lora-expert-rank 16, and the adapters of .* have 8"),
+        (
+            {"lora_target_modules": TARGETS},
+            "--lora-target-modules down_proj .*, and the adapters of .* experts q_a_proj",
+        ),
+        ({"lora_rslora": True}, "--lora-rslora True, and the adapters of .* have False"),
+    ],
+)
+def test_flags_that_say_something_else_are_refused(tmp_path: Path, given: dict, words: str):
+    with pytest.raises(ValueError, match=words):
+        stored_with(tmp_path, **given)
