@@ -142,6 +142,8 @@ class Export:
         for name in self.reader.shapes:
             if name not in self.shapes and not name.startswith("optimizer."):
                 raise ValueError(f"{folder} holds {name}, which belongs to no part of the model in its config.json")
+        if parts := sharded.state_of(folder).get("never_trained"):
+            warnings.warn(f"{folder}: what it holds of {', '.join(parts)} was never trained", stacklevel=2)
 
     def files(self, run: Run) -> list[OutputFile]:
         """What `write` writes, index and side files aside."""

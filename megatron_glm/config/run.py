@@ -66,6 +66,12 @@ class RunConfig:
         return frozenset(parts | ({"mtp indexer"} if {"indexer", "mtp"} <= parts else set()))
 
     @property
+    def taught_parts(self) -> frozenset[str]:
+        """Those of `trained_parts` that a loss teaches: with a factor of 0 a part has no more than its weight decay."""
+        untaught = set() if self.indexer.coefficient else {"indexer", "mtp indexer"}
+        return self.trained_parts - untaught - (set() if self.losses.mtp_loss_scaling_factor else {"mtp"})
+
+    @property
     def attends_densely(self) -> bool:
         """Whether every row attends to all keys that it may see, so that nothing is selected."""
         return self.kernels.attention == "dense" or self.indexer.indexer_training == "warmup"
@@ -110,6 +116,10 @@ class RunConfig:
             flag = f"--train-only {self.losses.train_only}" if self.losses.train_only else f"--mtp-num-steps {steps}"
             raise ValueError(f"{flag} and --indexer-training {mode} each train what the other holds: give one")
         parts = self.trained_parts
+        if parts and not self.taught_parts:
+            flag = "--mtp-loss-scaling-factor 0 with --train-only" if steps else "--dsa-indexer-loss-coeff 0 with"
+            only = self.losses.train_only if steps else f"--indexer-training {mode}"
+            raise ValueError(f"{flag} {only}: nothing would be trained")
         if self.losses.balances and parts and "trunk" not in parts:
             name = "moe_aux_loss_coeff" if self.losses.moe_aux_loss_coeff else "moe_z_loss_coeff"
             given = f"{flag_name(name)} {getattr(self.losses, name)}"

@@ -63,7 +63,7 @@ class Router(nn.Module):
 
 @torch.no_grad()
 def update_router_biases(routers: Iterable[Router], rate: float) -> list[Tensor]:
-    """At the end of a step: bias += rate * sign(mean count - count), then start counting anew.
+    """At the end of a step: bias += rate * sign(mean count - count), where the router is trained; counting starts anew.
 
     Returns:
         the int64 counts [E] of each router, summed over all ranks that routed different tokens.
@@ -72,7 +72,8 @@ def update_router_biases(routers: Iterable[Router], rate: float) -> list[Tensor]
     for router in routers:
         counts = sum_over(router.counts.clone(), router.stage)
         # In whole numbers: sum - E * count has the sign of mean - count and is exact.
-        router.e_score_correction_bias += rate * torch.sign(counts.sum() - counts.numel() * counts)
+        if router.weight.requires_grad:
+            router.e_score_correction_bias += rate * torch.sign(counts.sum() - counts.numel() * counts)
         router.counts.zero_()
         totals.append(counts)
     return totals

@@ -70,7 +70,7 @@ class Saver:
         data: MicroBatches,
     ) -> None:
         self.data_order = data_order(config, data)
-        self.never_trained = never_trained(config) - config.trained_parts
+        self.never_trained = never_trained(config) - config.taught_parts
         self.config, self.groups, self.chunks, self.optimizer = config, groups, chunks, optimizer
         self.base = base_of_run(config)
         self.hf_files = None if config.hf_folder is None else Path(config.hf_folder)

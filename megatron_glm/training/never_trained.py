@@ -27,8 +27,8 @@ def warn_of_untrained(config: RunConfig) -> None:
 
     The MTP layer has an indexer of its own, which the sparse stage trains.
     """
-    parts = never_trained(config)
-    if "trunk" in parts - config.trained_parts:
+    parts, taught = never_trained(config), config.taught_parts
+    if "trunk" in parts - taught:
         log(
             "warning: the trunk was never trained, and this run holds its random weights: --load or --load-hf names a "
             "model that was"
@@ -39,11 +39,12 @@ def warn_of_untrained(config: RunConfig) -> None:
             f"than {config.model.index_topk}. Pre-train with --attention dense, then --indexer-training warmup, then "
             "sparse (docs/pretraining.md)"
         )
-    if config.selects and "mtp" in config.trained_parts and "mtp indexer" in parts - config.trained_parts:
+    if config.selects and "mtp" in config.trained_parts and "mtp indexer" in parts - taught:
         log(
             "warning: the MTP layer's own indexer was never trained: its random weights choose the keys of the layer's "
             f"rows that see more than {config.model.index_topk}. --indexer-training sparse trains it"
         )
-    if config.model.mtp_layer_ids and "mtp" not in config.trained_parts and not config.train.eval_only:
+    if config.model.mtp_layer_ids and "mtp" not in taught and not config.train.eval_only:
         state = "warning: the MTP layer was never trained, and" if "mtp" in parts else "the MTP layer stays as it is,"
-        log(f"{state} this run does not train it: --mtp-num-steps 1 does")
+        flag = "--mtp-loss-scaling-factor above 0" if config.losses.mtp_steps else "--mtp-num-steps 1"
+        log(f"{state} this run does not train it" + (f": {flag} does" if "trunk" in taught else ""))

@@ -232,6 +232,8 @@ def test_export_of_a_model_trained_from_scratch_writes_its_config(tmp_path: Path
         Rectangle(name, shape, (0,) * len(shape), torch.ones(shape, dtype=dtype), owner=True)
         for name, (shape, dtype) in hf.parameter_shapes(config).items()
     ]
-    sharded.save(tmp_path / "ckpt", 3, rectangles, {}, config, None, None)
-    convert_out(tmp_path / "ckpt", tmp_path / "back", iteration=3)
+    state = {"never_trained": ["indexer", "mtp"]}
+    sharded.save(tmp_path / "ckpt", 3, rectangles, state, config, None, None)
+    with pytest.warns(UserWarning, match="what it holds of indexer, mtp was never trained"):
+        convert_out(tmp_path / "ckpt", tmp_path / "back", iteration=3)
     assert ModelConfig.from_hf(tmp_path / "back") == config

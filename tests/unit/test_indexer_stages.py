@@ -108,6 +108,15 @@ def test_learning_from_a_trunk_that_was_never_trained_is_warned_of(only, capsys)
     assert TRUNK_WARNING not in capsys.readouterr().out
 
 
+def test_a_factor_of_zero_teaches_nothing_and_the_checkpoint_says_so(capsys):
+    pretrain(train_iters=2, save="out", indexer_training="sparse", dsa_indexer_loss_coeff="0")
+    assert state("out")["never_trained"] == ["indexer", "mtp indexer"]
+    assert MTP_WARNING in capsys.readouterr().out
+    pretrain(train_iters=2, save="other", mtp_loss_scaling_factor="0")
+    assert "the MTP layer was never trained, and this run does not train it: --mtp-loss-" in capsys.readouterr().out
+    assert state("other")["never_trained"] == ["indexer", "mtp", "mtp indexer"]
+
+
 REFUSED = {
     "needs --indexer-training warmup or sparse": {"dsa_indexer_loss_coeff": 0.1},
     "--indexer-teacher own needs": {"indexer_teacher": "own"},
@@ -116,6 +125,11 @@ REFUSED = {
     "--moe-router-bias-update-rate 0.1": {"indexer_training": "warmup", "moe_router_bias_update_rate": 0.1},
     "--indexer-training sparse with --attention dense": {"indexer_training": "sparse", "attention": "dense"},
     "--mtp-num-steps 32 is not below --seq-length (32)": {"mtp_num_steps": 32},
+    "--dsa-indexer-loss-coeff 0 with --indexer-training warmup": {
+        "indexer_training": "warmup",
+        "dsa_indexer_loss_coeff": "0",
+    },
+    "--mtp-loss-scaling-factor 0 with --train-only mtp": {"train_only": "mtp", "mtp_loss_scaling_factor": "0"},
     "--dense-rows off with dense attention": {"attention": "dense", "dense_rows": "off"},
 }
 

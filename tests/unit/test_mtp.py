@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_glm.config import KernelConfig, LossConfig, ParallelConfig, RunConfig, TrainConfig
+from megatron_glm.config import KernelConfig, LossConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from megatron_glm.data.packing import PackedBatch, ahead
 from megatron_glm.training.engine import Engine, losses_of
 from megatron_glm.training.initialize import build_chunks
@@ -311,9 +311,14 @@ def test_steps_learn_the_text_or_to_be_accepted(loss):
     """The text is random, as is the trunk: who learns the one does not learn the other."""
     model, deeper = config(True)
     chunk, engine = ours(model, Reference(deeper, 0), LossConfig(2, mtp_loss=loss, train_only="mtp"))
+    engine.config = replace(engine.config, optimizer=OptimizerConfig(moe_router_bias_update_rate=1e-3))
+    drawn = {name: buffer.clone() for name, buffer in chunk.named_buffers()}
     optimizer = build_optimizer(engine.config.optimizer, [chunk])
     first, *_, last = [train_step(engine, optimizer, [batch(model.vocab_size, 0)], 1e-2).losses for _ in range(25)]
     assert first["lm"] == last["lm"]
+    biases = {name: buffer for name, buffer in chunk.named_buffers() if "e_score" in name}
+    moved = {name for name, buffer in biases.items() if not torch.equal(buffer, drawn[name])}
+    assert len(biases) == 3 and moved == {f"layers.{LAYERS}.mlp.gate.e_score_correction_bias"}
     for step in (1, 2):
         assert last[f"mtp_{step}"] < 0.8 * first[f"mtp_{step}"]
         assert (last[f"accepted_{step}"] > first[f"accepted_{step}"] + 0.3) == (loss == "tv")
