@@ -61,7 +61,7 @@ def run(flags: argparse.Namespace, out: TextIO) -> int:
         from megatron_glm.data.rows import RowSettings
 
         reader = PromptReader(RowSettings.of(config))
-        prompts = reader.read([settings.prompt_file])
+        prompts = reader.read([settings.prompt_file], say)
         most = config.model.max_position_embeddings
         for prompt in prompts:
             if len(prompt.ids) + settings.max_new_tokens > most:

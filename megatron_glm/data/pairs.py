@@ -64,8 +64,11 @@ def _prompt_and_answers(row: dict) -> tuple[Any, tuple[Any, Any], tuple[str, ...
                 raise ValueError(f"{names[0]} and {names[1]} must be two strings or two lists of messages")
             return _with_prompt(row, names, answers)
     if rejected := [name for name in SWIFT if name in row]:
-        name = next((name for name in HISTORY if name in row), HISTORY[0])
-        turns = _messages(row.get(name), name)
+        if (name := next((name for name in HISTORY if name in row), None)) is None:
+            raise ValueError(
+                f"{rejected[0]} needs messages, the last of which is the chosen answer; the row has {sorted(row)}"
+            )
+        turns = _messages(row[name], name)
         answer = _as_messages(_typed(row[rejected[0]], rejected[0]))
         if len(turns) < 2 or _role(turns[-1]) not in ("assistant", "gpt"):
             raise ValueError(f"{name} beside {rejected[0]} must be a prompt and end with the assistant's chosen answer")

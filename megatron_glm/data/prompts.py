@@ -12,6 +12,7 @@ from .files import RawRow, check_unicode, decode_row, find_files, read_rows
 from .ids import integers
 from .keys import Notes
 from .kinds import CHAT, TOKENS
+from .report import RowReport
 from .rows import RowReader, special_token_error
 
 PROMPT = ("prompt",)
@@ -26,15 +27,19 @@ class Prompt(NamedTuple):
 class PromptReader(RowReader):
     """Turns rows into prompts; tokenizer and template are loaded by the first row that needs them."""
 
-    def read(self, data_path: Sequence[str]) -> list[Prompt]:
+    def read(self, data_path: Sequence[str], say: Say) -> list[Prompt]:
         """The prompts of all rows of files, folders and globs, in their order.
+
+        `say` is given the kinds of the rows and the columns that were not used.
 
         Raises: ValueError, with file and line, for a row that is no prompt; if there is none.
         """
-        files = find_files(data_path)
-        prompts = [self.prompt(place, raw) for path in files for place, raw in read_rows(path)]
+        report = RowReport()
+        files = find_files(data_path, report=report)
+        prompts = [self.prompt(place, raw, report) for path in files for place, raw in read_rows(path)]
         if not prompts:
             raise ValueError(f"{' '.join(data_path)} has no row: there is nothing to generate from")
+        say(report.summary())
         return prompts
 
     def decoder(self, required: bool, say: Say) -> Callable[[list[int]], str] | None:
@@ -52,14 +57,15 @@ class PromptReader(RowReader):
             say(f"warning: tokens without text: {error}")
             return None
 
-    def prompt(self, place: str, raw: RawRow) -> Prompt:
+    def prompt(self, place: str, raw: RawRow, report: RowReport) -> Prompt:
+        notes = Notes(self.ignored)
         try:
             row = decode_row(raw)
             given = [kind for kind in KINDS if kind[0] in row]
             if len(given) != 1:
                 names = " and ".join(kind[0] for kind in given) or f"none, but {sorted(row)}"
                 raise ValueError(f"a prompt has exactly one of messages, prompt and input_ids; the row has {names}")
-            ids = self._ids(row, given[0])
+            ids = self._ids(row, given[0], notes)
             if not len(ids):
                 raise ValueError(f"{given[0][0]} holds no token: there is nothing to go on from")
             size = self.settings.vocab_size
@@ -67,10 +73,14 @@ class PromptReader(RowReader):
                 raise ValueError(f"token id {wrong[0]} is outside the model's vocabulary of {size}")
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from error
+        report.count(given[0][0])
+        report.not_used(notes.unused)
+        for warning in notes.warnings:
+            report.warn(warning, place)
         return Prompt(place, ids)
 
-    def _ids(self, row: dict, kind: tuple[str, ...]) -> np.ndarray:
-        notes, used = Notes(self.ignored), {*kind}
+    def _ids(self, row: dict, kind: tuple[str, ...], notes: Notes) -> np.ndarray:
+        used = {*kind}
         if kind == TOKENS:
             notes.columns_not_used(row, used)
             return integers(row["input_ids"], "input_ids")

@@ -62,7 +62,12 @@ def scored_data(config: RunConfig, groups: ParallelGroups, length: int | None) -
     planned = Packing.plan(documents, length, "none", data.overlong, together=together)
     count, _, dropped = planned.counts.tolist()
     if dropped:
-        raise ValueError(f"{dropped} of {count} documents have no token that counts: there is nothing to score")
+        kept = np.isin(documents.offsets[:-1:together], planned.starts[::together])
+        what = "pairs" if settings.pairs else "documents"
+        raise ValueError(
+            f"{dropped} of {count} {what} have no token that counts, the first is number {kept.argmin() + 1}: there is "
+            "nothing to score"
+        )
     dataset = PackedDataset(documents, length, "none", data.overlong, planned=planned, together=together)
     log(documents.report.summary())
     return dataset

@@ -122,7 +122,7 @@ def test_token_ids(row):
         ({"prompt": "a", "chosen": "b", "rejected": [NO]}, "chosen and rejected must be two strings or two lists"),
         ({"prompt": "a", "chosen": 3, "rejected": "b"}, "chosen must be a string or a list of messages"),
         ({"messages": [USER], "rejected_response": "No."}, "end with the assistant's chosen answer"),
-        ({"rejected_response": "No."}, "messages must be a list of messages that is not empty"),
+        ({"rejected_response": "No.", "chosen_response": "Y"}, "rejected_response needs messages, the last of which"),
         ({"context": [USER], "completions": [{"rank": 0, "completion": [YES]}]}, "completions must be a list of two"),
         (
             {"context": [USER], "completions": [{"rank": 1, "completion": [YES]}, {"rank": 1, "completion": [NO]}]},

@@ -120,7 +120,12 @@ def test_pairs_have_two_scores(folder, tmp_path):
         (
             [{"input_ids": [1, 2], "labels": [-100, -100]}, {"input_ids": [1, 2]}],
             "",
-            "1 of 2 documents have no token that counts",
+            "1 of 2 documents have no token that counts, the first is number 1",
+        ),
+        (
+            [{"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "a" * 40, "chosen": "b", "rejected": "c"}],
+            "--seq-length 16 --overlong truncate",
+            "1 of 2 pairs have no token that counts, the first is number 2",
         ),
         ([{"input_ids": [1, 2]}, {"chosen": "a", "rejected": "b"}], "", "p.jsonl:2: "),
         ([{"chosen": [1], "rejected": "b"}, {"input_ids": [1, 2]}], "", "p.jsonl:1: chosen and rejected must be two"),
