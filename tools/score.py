@@ -75,20 +75,21 @@ def run(flags: argparse.Namespace, out: TextIO) -> None:
     from megatron_glm.training.run import forward_engine  # imports torch: a second or more
     from megatron_glm.training.scoring import model_name, record, scored_data, scores
 
-    made: list[PackedDataset] = []
+    made: list[tuple[PackedDataset, list[int]]] = []
 
     def prepare(config: RunConfig, groups: ParallelGroups) -> RunConfig:
         made.append(scored_data(config, groups, None if "seq_length" not in flags else config.data.seq_length))
         if "seq_length" in flags:
             return config
-        config = with_packs(config, config.data.data_path, made[0].sizes.tolist(), ranks)
+        config = with_packs(config, config.data.data_path, made[0][0].sizes.tolist(), ranks)
         check_run(config, ranks)
         return config
 
     engine = forward_engine(config, prepare)
     first = is_first_rank()
     model = model_name(folder) if first else ""
-    for number, found in enumerate(scores(engine, made[0])):
+    [(dataset, numbers)] = made
+    for number, found in zip(numbers, scores(engine, dataset), strict=True):
         if first:
             print(json.dumps(record(number, found, model, settings.token_logprobs)), file=out, flush=True)
 

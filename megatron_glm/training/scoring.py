@@ -42,13 +42,14 @@ class Score(NamedTuple):
         return record | {"digest": self.digest}
 
 
-def scored_data(config: RunConfig, groups: ParallelGroups, length: int | None) -> PackedDataset:
-    """The documents, or pairs, of --data-path in their order; the first row says which of the two.
+def scored_data(config: RunConfig, groups: ParallelGroups, length: int | None) -> tuple[PackedDataset, list[int]]:
+    """The documents, or pairs, of --data-path in their order, and their numbers; the first row says which of the two.
+
+    Those of which --overlong truncate leaves no token that counts are left out, as they are in training.
 
     Args:
         length: most tokens of one; None: as many as the longest has.
-    Raises: ValueError for bad rows, for those without a token that counts, and for those that are too long, with
-        --overlong refuse.
+    Raises: ValueError for bad rows; with --overlong refuse for those without a token that counts, or too long.
     """
     data, settings = config.data, RowSettings.of(config)
     assert isinstance(data, DataConfig)
@@ -61,16 +62,16 @@ def scored_data(config: RunConfig, groups: ParallelGroups, length: int | None) -
     length = int(sizes.max()) if length is None else length
     planned = Packing.plan(documents, length, "none", data.overlong, together=together)
     count, _, dropped = planned.counts.tolist()
+    kept = np.isin(documents.offsets[:-1:together], planned.starts[::together])
     if dropped:
-        kept = np.isin(documents.offsets[:-1:together], planned.starts[::together])
         what = "pairs" if settings.pairs else "documents"
-        raise ValueError(
-            f"{dropped} of {count} {what} have no token that counts, the first is number {kept.argmin() + 1}: there is "
-            "nothing to score"
-        )
+        found = f"{dropped} of {count} {what} have no token that counts, the first is number {kept.argmin() + 1}"
+        if data.overlong == "refuse":
+            raise ValueError(f"{found}: there is nothing to score")
+        log(f"{found}: left out")
     dataset = PackedDataset(documents, length, "none", data.overlong, planned=planned, together=together)
     log(documents.report.summary())
-    return dataset
+    return dataset, np.flatnonzero(kept).tolist()
 
 
 def scores(engine: Engine, dataset: PackedDataset) -> Iterator[tuple[Score, ...]]:

@@ -114,6 +114,16 @@ def test_pairs_have_two_scores(folder, tmp_path):
         assert line[side]["tokens"] == len(values)
 
 
+def test_what_truncation_leaves_nothing_of_is_left_out_as_in_training(folder, tmp_path):
+    """So that the same flags give the reference of the pairs that are trained on."""
+    pairs = [{"prompt": "a" * n, "chosen": "b", "rejected": "c"} for n in (40, 3)]
+    words = ("--seq-length", "24", "--overlong", "truncate")
+    file = write(tmp_path / "p.jsonl", pairs)
+    code, out, err = call("score", "--load-hf", str(folder), "--data-path", file, *words)
+    assert code == 0 and "1 of 2 pairs have no token that counts, the first is number 1: left out" in err
+    assert [json.loads(line)["id"] for line in out.splitlines()] == [1]
+
+
 @pytest.mark.parametrize(
     ("data", "words", "message"),
     [
@@ -121,11 +131,6 @@ def test_pairs_have_two_scores(folder, tmp_path):
             [{"input_ids": [1, 2], "labels": [-100, -100]}, {"input_ids": [1, 2]}],
             "",
             "1 of 2 documents have no token that counts, the first is number 1",
-        ),
-        (
-            [{"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "a" * 40, "chosen": "b", "rejected": "c"}],
-            "--seq-length 16 --overlong truncate",
-            "1 of 2 pairs have no token that counts, the first is number 2",
         ),
         ([{"input_ids": [1, 2]}, {"chosen": "a", "rejected": "b"}], "", "p.jsonl:2: "),
         ([{"chosen": [1], "rejected": "b"}, {"input_ids": [1, 2]}], "", "p.jsonl:1: chosen and rejected must be two"),
