@@ -21,7 +21,7 @@ args=()
 by_srun=no
 if [ -n "${SLURM_PROCID:-}" ] && [ "${SLURM_NTASKS:-1}" != 1 ]; then by_srun=yes; fi
 
-say() { if [ $by_srun = no ] || [ "$SLURM_PROCID" = 0 ]; then printf '%s\n' "$@"; fi; } # the first rank speaks
+say() { if [ $by_srun = no ] || [ "$SLURM_PROCID" = 0 ]; then printf '%s\n' "$@"; fi; } # only the first rank prints
 
 case ${SCALE:=full} in
   full)

@@ -129,8 +129,8 @@ def _of_ranks(
 class Exchange:
     """What this rank writes: its chunks less those that others write, and the blocks that it puts together.
 
-    The constructor takes all memory and reads all pieces that this rank sends: if that fails, the other ranks are
-    told. In `run` they would wait for this rank's messages.
+    The constructor takes all memory and reads all pieces that this rank sends: if that fails, the other ranks can
+    still be stopped. In `run` they would wait for this rank's messages.
     """
 
     def __init__(self, chunks: list[Chunk], moves: Moves, group: ProcessGroup) -> None:

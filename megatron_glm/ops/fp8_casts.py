@@ -20,7 +20,7 @@ private(__name__, "torch.Tensor._version")
 Cast = tuple[Tensor, Tensor]  # values and scales
 
 
-class _Known:
+class _CastsOf:
     """What is known of one tensor: its cast by rows and by columns, if they were made."""
 
     def __init__(self, x: Tensor) -> None:
@@ -32,14 +32,14 @@ class _Known:
         self.rows = self.columns = None
 
 
-_recent: deque[_Known] = deque(maxlen=3)
+_recent: deque[_CastsOf] = deque(maxlen=3)
 
 
-def _known(x: Tensor) -> _Known:
+def _casts_of(x: Tensor) -> _CastsOf:
     for known in _recent:
         if known.tensor() is x and known.version == x._version:
             return known
-    _recent.append(_Known(x))
+    _recent.append(_CastsOf(x))
     return _recent[-1]
 
 
@@ -64,13 +64,13 @@ def room_for(x: Tensor, wanted: bool, rows: int | None = None) -> Cast | None:
 def remembered(x: Tensor, rows: Cast | None) -> Tensor:
     """x, of which a kernel has written this cast by rows, if any."""
     if rows is not None:
-        _known(x).rows = rows
+        _casts_of(x).rows = rows
     return x
 
 
 def rows_of(x: Tensor, columns_too: bool = False) -> Cast:
     """The cast of x [n, k] by rows; columns_too: that by columns will be asked for, too."""
-    known = _known(x)
+    known = _casts_of(x)
     if known.rows is None and columns_too and known.columns is None:
         known.rows, known.columns = _kernels().cast_both(x)
     if known.rows is None:
@@ -80,7 +80,7 @@ def rows_of(x: Tensor, columns_too: bool = False) -> Cast:
 
 def columns_of(x: Tensor) -> Cast:
     """The cast of x's transpose by rows."""
-    known = _known(x)
+    known = _casts_of(x)
     if known.columns is None:
         known.columns = _kernels().cast_columns(x)
     return known.columns

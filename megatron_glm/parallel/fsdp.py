@@ -138,7 +138,7 @@ def set_gradient_sync(chunk: nn.Module, sync: bool, last: bool) -> None:
         if not isinstance(module, FSDPModule):
             continue
         module.set_reshard_after_backward(sync or not getattr(module, STAYS_GATHERED), recurse=False)
-        # FSDP2 fails in a frozen module that never runs (an MTP layer) when it is told to accumulate.
+        # FSDP2 fails in a frozen module that never runs (an MTP layer) when it has to accumulate.
         if not any(p.requires_grad for p in module.parameters()):
             module.set_requires_gradient_sync(True)
 
