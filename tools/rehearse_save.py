@@ -33,9 +33,8 @@ from megatron_glm.checkpoint.chunks import ChunkTable, chunks_of  # noqa: E402
 from megatron_glm.checkpoint.index import Places  # noqa: E402
 from megatron_glm.config.flags import build_parser, resolve  # noqa: E402
 from megatron_glm.model.glm import GLMChunk  # noqa: E402
-from megatron_glm.parallel.fsdp import shard_dim  # noqa: E402
 from megatron_glm.parallel.groups import ParallelGroups  # noqa: E402
-from megatron_glm.parallel.shard import Rectangle  # noqa: E402
+from megatron_glm.parallel.shard import Rectangle, shard_dim  # noqa: E402
 from megatron_glm.planner.plan import Plan  # noqa: E402
 from megatron_glm.training.optimizer import MOMENTS  # noqa: E402
 

@@ -30,6 +30,9 @@ class ParallelConfig(Section):
         "alltoall", "how tokens reach their experts; hybrid: over nodes in two levels; hybridep: DeepEP's kernels"
     )
     expert_node_size: int | None = option(None, "ranks of a node, for hybrid and hybridep (default there: all)")
+    data_parallel_sharding: Literal["fsdp2", "slabs"] = option(
+        "fsdp2", "slabs: gather weights without copies, into memory that layers take turns in; not yet measured on GPUs"
+    )
     reshard_after_forward: bool = option(
         True, "free gathered dense weights after a forward, not only when gradients are reduced"
     )

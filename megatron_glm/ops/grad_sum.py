@@ -100,7 +100,7 @@ def groups_of(x: Tensor, ends: Tensor) -> list[Tensor]:
 class GradSum(NamedTuple):
     """The sum of a weight's gradients in a step: an attribute of its owner, None until the first one.
 
-    It is fp32. With `narrow`, on CUDA, the only gradient of a step stays in the dtype in which it was made.
+    It is fp32. With `narrow` the only gradient of a step stays in the dtype in which it was made.
     """
 
     parameter: nn.Parameter  # what autograd differentiates
@@ -117,14 +117,14 @@ class GradSum(NamedTuple):
     def add(self, gradient: Tensor) -> None:
         """Add a gradient of the weight's shape, in fp32 or narrower; it may become the sum itself."""
         total = self.get()
-        if total is None and (gradient.dtype == torch.float32 or (self.narrow and gradient.is_cuda)):
+        if total is None and (gradient.dtype == torch.float32 or self.narrow):
             total = gradient.contiguous()
         elif gradient.is_cuda:
             from megatron_glm.ops.triton import grad_sum  # needs Triton, which a CPU-only torch has not
 
             total = grad_sum.add_widened(total, gradient)
         else:
-            total = gradient.float().contiguous() if total is None else total.add_(gradient)
+            total = gradient.float().contiguous() if total is None else total.float().add_(gradient)
         self.set(total)
 
     def add_product(

@@ -23,7 +23,8 @@ from megatron_glm.config import ParallelConfig
 from megatron_glm.ops.fp8 import FP8
 from megatron_glm.ops.grad_sum import GRAD_SUM, GradSum, set_grad_sum
 from megatron_glm.parallel.groups import ParallelGroups
-from megatron_glm.parallel.shard import ModelChunk, Rectangle, ShardInfo
+from megatron_glm.parallel.shard import ModelChunk, Rectangle, ShardInfo, shard_dim
+from megatron_glm.parallel.sharded import Slabs, shard_into_slabs, sharded_chunk
 from megatron_glm.parallel.whole_weights import WholeWeights
 from megatron_glm.torch_private import private
 
@@ -45,7 +46,9 @@ flatten, unflatten, shape_and_offset, *_ = private(
 )
 
 
-def shard_chunk(parallel: ParallelConfig, groups: ParallelGroups, chunk: ModelChunk, bf16: bool) -> None:
+def shard_chunk(
+    parallel: ParallelConfig, groups: ParallelGroups, chunk: ModelChunk, bf16: bool, slabs: Slabs | None = None
+) -> None:
     """Shard a chunk of layers in place.
 
     Args:
@@ -53,7 +56,10 @@ def shard_chunk(parallel: ParallelConfig, groups: ParallelGroups, chunk: ModelCh
             `experts` shards these over `groups.edp`.
         bf16: compute in bf16, else in fp32. Trained parameters, reductions and sums of gradients are fp32 either way;
             a frozen parameter has any dtype, and is gathered in that one where the model computes in it.
+        slabs: of all chunks of this rank, with --data-parallel-sharding slabs; None: of this one alone.
     """
+    if parallel.data_parallel_sharding == "slabs":
+        return shard_into_slabs(parallel, groups, chunk, bf16, slabs or Slabs())
     # What a layer passes on (an indexer's log-probabilities, the latents of the first MTP step) is a view for FSDP2. It
     # warns of changes in place, and no output of a layer is changed in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
@@ -101,18 +107,6 @@ def shard_chunk(parallel: ParallelConfig, groups: ParallelGroups, chunk: ModelCh
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
 
 
-def shard_dim(shape: Sequence[int], ranks: int) -> int:
-    """The dimension along which `ranks` data ranks share a parameter of this shape.
-
-    Dim 0, unless that leaves ranks without a row: 4 experts on 16 ranks. Then it is the first dim that the ranks divide
-    (FSDP2 cuts no other dim unevenly), and dim 0 if they divide none.
-    """
-    rows = -(-shape[0] // ranks)
-    if rows * (ranks - 1) < shape[0]:
-        return 0
-    return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
-
-
 def holds_whole(dp_cp: int, edp: int) -> tuple[bool, bool]:
     """Whether the experts, and whether all parameters, are plain ones, in groups of these sizes.
 
@@ -130,6 +124,8 @@ def set_gradient_sync(chunk: nn.Module, sync: bool, last: bool) -> None:
         last: no backward of the step follows, so FSDP2 waits for what it has started: reductions, and weights that
             it gathers for nothing.
     """
+    if (sharded := sharded_chunk(chunk)) is not None:
+        sharded.sync, sharded.last = sync, last
     if not isinstance(chunk, FSDPModule):
         return
     chunk.set_requires_gradient_sync(sync)
@@ -148,6 +144,8 @@ def reduce_gradients(chunk: nn.Module, last: bool) -> None:
 
     FSDP2 reduces at the end of a backward; this is that end, run by itself, as torch.distributed.pipelining does.
     """
+    if (sharded := sharded_chunk(chunk)) is not None:
+        sharded.reduce(last)
     if not isinstance(chunk, FSDPModule):
         return
     set_gradient_sync(chunk, sync=True, last=last)
@@ -168,7 +166,11 @@ def gather_ahead(chunk: nn.Module, changed: torch.Event | None) -> None:
     Args:
         changed: recorded behind the last change of the weights (`record_change`).
     """
-    if changed is not None and isinstance(chunk, FSDPModule):
+    if changed is None:
+        return
+    if (sharded := sharded_chunk(chunk)) is not None:
+        sharded.gather_ahead(changed)
+    elif isinstance(chunk, FSDPModule):
         chunk.set_post_optim_event(changed)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,3 +69,15 @@ def collect_shards(module: nn.Module) -> dict[str, ShardInfo]:
         if name not in infos:
             raise ValueError(f"{name} has no ShardInfo: its module must list it in `shards`")
     return infos
+
+
+def shard_dim(shape: Sequence[int], ranks: int) -> int:
+    """The dimension along which `ranks` data ranks share a parameter of this shape.
+
+    Dim 0, unless that leaves ranks without a row: 4 experts on 16 ranks. Then it is the first dim that the ranks divide
+    (FSDP2 cuts no other dim unevenly), and dim 0 if they divide none.
+    """
+    rows = -(-shape[0] // ranks)
+    if rows * (ranks - 1) < shape[0]:
+        return 0
+    return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)

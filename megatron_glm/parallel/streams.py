@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_glm.ops.linear_map import linear_map
@@ -49,3 +50,51 @@ def _handed(x: Tensor, giver: torch.cuda.Stream, taker: torch.cuda.Stream) -> Te
     taker.wait_stream(giver)
     x.record_stream(taker)  # its memory is the giver's: it must not be given away before the taker is done
     return x
+
+
+class Transfer:
+    """Collectives that run beside what the caller does next: on a CUDA stream of their own, or in gloo's threads.
+
+    Memory that they use is kept as long as this object is: drop it behind `wait`.
+
+    Args:
+        issue: starts them, given whether to do so asynchronously; returns what to wait for then.
+        finish: what follows them, on the same stream.
+        after: what they follow, besides what was started on the current stream; None: all of that.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        issue: Callable[[bool], list[dist.Work]],
+        finish: Callable[[], None],
+        after: Sequence[torch.Event] | None = None,
+    ) -> None:
+        self._works: list[dist.Work] = []
+        self._finish, self._done = finish, None
+        if device.type != "cuda":
+            self._works = issue(True)
+            return
+        stream, current = _transfers(device), torch.cuda.current_stream(device)
+        for event in [current.record_event()] if after is None else after:
+            stream.wait_event(event)
+        with torch.cuda.stream(stream):
+            issue(False)
+            finish()
+        self._done = stream.record_event()
+
+    def wait(self) -> None:
+        """What is started next, on the current stream, follows them. May be called on several streams."""
+        if self._done is not None:
+            torch.cuda.current_stream().wait_event(self._done)
+            return
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+        if works:
+            self._finish()
+
+
+@cache
+def _transfers(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

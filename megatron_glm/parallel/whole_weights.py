@@ -55,13 +55,14 @@ class WholeWeights:
         for i, (module, name) in enumerate(self.places):
             if self.narrow:
                 self.masters[i].grad_dtype = None  # a gradient may have any
-            total = GradSum(self.masters[i], self.masters[i], "grad", self.narrow)
+            narrow = self.narrow and self.masters[i].is_cuda  # AdamW takes other dtypes than fp32 only there
+            total = GradSum(self.masters[i], self.masters[i], "grad", narrow)
             held = self._held(i)
             if isinstance(held, Blocks):
                 copy = held.values.detach()
                 setattr(copy, BLOCKS, held)
             else:
-                copy = _Copy.apply(self.masters[i], held, total)
+                copy = CopyOf.apply(self.masters[i], held, total)
             set_grad_sum(copy, total)
             module._parameters[name] = cast(nn.Parameter, copy)
 
@@ -103,7 +104,7 @@ def held_copy(master: nn.Parameter) -> Tensor | None:
     return getattr(master, HELD_COPY, None)
 
 
-class _Copy(torch.autograd.Function):
+class CopyOf(torch.autograd.Function):
     """The copy of a parameter as a function of it: a gradient that autograd makes goes into the parameter's sum."""
 
     @staticmethod

@@ -10,9 +10,9 @@ from megatron_glm.config import ModelConfig
 from megatron_glm.config.lora import NO_ADAPTERS, LoraConfig
 from megatron_glm.config.parameters import Parameter, adapter_parameters, model_parameters
 from megatron_glm.model.trained import TRUNK, is_trained
-from megatron_glm.parallel.fsdp import shard_dim
 from megatron_glm.parallel.grid import Grid
 from megatron_glm.parallel.pipeline.layout import Stage
+from megatron_glm.parallel.shard import shard_dim
 
 
 @dataclass(frozen=True)

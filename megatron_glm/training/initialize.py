@@ -22,6 +22,7 @@ from megatron_glm.parallel.fsdp import local, shard_chunk
 from megatron_glm.parallel.groups import ParallelGroups, host_group, time_limit
 from megatron_glm.parallel.pipeline.layout import PipelineLayout, build_layout, check_run
 from megatron_glm.parallel.rendezvous import Meeting, meet
+from megatron_glm.parallel.sharded import Slabs
 from megatron_glm.training import watchdog
 from megatron_glm.training.agreement import facts_of_run, require_same
 from megatron_glm.training.base_model import stored_dtypes
@@ -116,14 +117,14 @@ def build_chunks(
     and frozen parameters have its dtypes.
     """
     layout = pipeline_layout(config, groups.dp.size())
-    chunks, stored, dispatcher = [], stored_dtypes(config), make_dispatcher(config, groups)
+    chunks, stored, dispatcher, slabs = [], stored_dtypes(config), make_dispatcher(config, groups), Slabs()
     log("making the model")
     for stage in layout.of_rank(groups.pp.rank()):
         with torch.device("meta"):
             chunk = GLMChunk(config, groups, stage, dispatcher)
         heartbeat.beat()
         hold_as_stored(chunk, stored)
-        shard_chunk(config.parallel, groups, chunk, config.train.bf16)
+        shard_chunk(config.parallel, groups, chunk, config.train.bf16, slabs)
         chunk.to_empty(device=current_device())
         if config.checkpoint.load is None and config.checkpoint.load_hf is None:
             draw(chunk, config.train.seed)

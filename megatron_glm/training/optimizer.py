@@ -51,13 +51,14 @@ class AdamW(torch.optim.AdamW):
         if local(parameters[0]).is_cuda:
             for group, members in groups:
                 self._step_on_cuda(group, members, scale)
-            parameters = [parameter for parameter in parameters if held_copy(parameter) is None]
+            changed = [parameter if (copy := held_copy(parameter)) is None else copy for parameter in parameters]
         else:
             if scale != 1.0:
                 foreach_mul_([local(parameter.grad) for parameter in parameters], scale)
             self._step_on_cpu([self.state[parameter] for parameter in parameters])
-        # autograd does not know of the change: copies of the parameters are renewed when this version is another
-        increment_version(parameters)
+            changed = parameters
+        # autograd does not know of the change: what was made of a tensor is made anew when this version is another
+        increment_version(changed)
 
     def _step_on_cpu(self, states: list[dict[str, Any]]) -> None:
         dtype = states[0]["exp_avg"].dtype

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_glm.config import ParallelConfig
-from megatron_glm.parallel.fsdp import shard_dim
+from megatron_glm.parallel.shard import shard_dim
 from megatron_glm.planner.plan import Plan
 from tests import distributed
 from tests.parity import test_resharding

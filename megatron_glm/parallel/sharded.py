@@ -1,0 +1,345 @@
+"""Data parallelism by our own sharding: weights are gathered into the memory in which they compute, without copies.
+
+A unit is what is gathered together: the experts of a layer, the rest of a layer, the embedding, the head, the rest of a
+chunk. Layers take turns in two slabs of memory for each kind of unit, allocated once: while one computes, the next one
+arrives. A unit always has the same slab, so that a backward finds its weights where its forward has left them.
+
+    forward    layer 0: slab A | layer 1: slab B | layer 2: slab A | ...      gathered while the layer before computes
+    backward   layer 2: slab A, still there | layer 1: slab B, still there | layer 0: slab A
+
+What a backward differentiates is run by autograd in the reverse order of the forward, so a layer is done when the
+backward reaches the one before it: then its gradients are reduced and its slab is free.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron_glm.config import ParallelConfig
+from megatron_glm.ops.fp8 import FP8
+from megatron_glm.parallel.groups import ParallelGroups
+from megatron_glm.parallel.shard import ModelChunk
+from megatron_glm.parallel.sharded_weight import Reduction, ShardedWeight
+from megatron_glm.parallel.streams import Transfer
+from megatron_glm.parallel.whole_weights import WholeWeights
+from megatron_glm.torch_private import private
+
+coalescing, queue_callback, tree_leaves = private(
+    __name__,
+    "torch.distributed.distributed_c10d._coalescing_manager",
+    "torch.autograd.Variable._execution_engine.queue_callback",
+    "torch.utils._pytree.tree_leaves",
+)
+
+SHARDED = "sharded"  # attribute of a chunk
+LAYER, EXPERTS, VOCABULARY, ROOT = "layer", "experts", "vocabulary", "root"  # kinds of units
+WHOLE_CHUNK, FIRST = -2, -1  # depths of what a chunk has beside its layers, and of the embedding
+
+
+class Slab:
+    """Memory for the gathered weights of one unit at a time."""
+
+    def __init__(self, nbytes: int = 0) -> None:
+        self.nbytes = nbytes  # of the largest unit
+        self.holder: Unit | None = None
+        self.released: torch.Event | None = None  # behind the last product that has read it, on CUDA
+        self._memory: Tensor | None = None
+
+    def memory(self, device: torch.device) -> Tensor:
+        if self._memory is None:
+            self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+        return self._memory
+
+
+class Slabs:
+    """The slabs of a rank, for all its chunks: of these only one runs at a time."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, list[Slab]] = {}
+        self._units: dict[str, int] = {}
+
+    def turn(self, kind: str, nbytes: int) -> Slab:
+        """The slab of the next unit of this kind. Embedding and head share one: no backward needs them."""
+        slabs = self._kinds.setdefault(kind, [Slab() for _ in range(1 if kind == VOCABULARY else 2)])
+        number = self._units[kind] = self._units.get(kind, -1) + 1
+        slab = slabs[number % len(slabs)]
+        slab.nbytes = max(slab.nbytes, nbytes)
+        return slab
+
+
+class Unit:
+    """The weights of a module that are gathered together.
+
+    Args:
+        depth: of its layer; a backward reaches the deepest first. Below 0: it is done when the whole backward is.
+        returns: the backward needs the weights again.
+    """
+
+    def __init__(self, module: nn.Module, weights: list[ShardedWeight], slab: Slab, depth: int, returns: bool) -> None:
+        self.module, self.weights, self.slab, self.depth, self.returns = module, weights, slab, depth, returns
+        self.running = self.differentiated = False  # its forward runs; its backward has begun and is not done
+        self.has_run = False
+        self._transfer: Transfer | None = None
+        self._gathered: list[tuple[int, ...]] = []  # versions of what the slab holds
+        self._placed = False
+
+    @property
+    def in_use(self) -> bool:
+        return self.running or self.differentiated
+
+    def gather(self, changed: torch.Event | None = None) -> None:
+        """Start to gather the weights, unless the slab holds them as they are now.
+
+        changed: behind the last change of the weights; None: they may have been changed by what was started last.
+        """
+        renewed = [weight.refresh() for weight in self.weights]
+        versions, slab = [weight.versions for weight in self.weights], self.slab
+        if slab.holder is self and versions == self._gathered:
+            return
+        if slab.holder is not None:
+            assert slab.holder is self or not slab.holder.in_use, "a unit needs the slab of one that is not done"
+            slab.holder.wait()
+        self._place()
+        slab.holder, self._gathered = self, versions
+        after = None
+        if changed is not None and not any(renewed):
+            after = [changed] if slab.released is None else [changed, slab.released]
+        self._transfer = Transfer(self.device, self._issue, self._arrive, after)
+
+    def wait(self) -> None:
+        if self._transfer is not None:
+            self._transfer.wait()
+
+    def release(self) -> None:
+        """What was started is the last that reads the slab."""
+        if self.device.type == "cuda":
+            self.slab.released = torch.cuda.current_stream(self.device).record_event()
+
+    def show(self) -> None:
+        for weight in self.weights:
+            weight.show()
+
+    def hide(self) -> None:
+        for weight in self.weights:
+            weight.hide()
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights[0].piece.device
+
+    def _place(self) -> None:
+        if self._placed:
+            return
+        memory, start = self.slab.memory(self.device), 0
+        for weight in self.weights:
+            part = memory[start : start + weight.nbytes]
+            weight.place(part.data, part)  # `.data` has a counter of changes of its own
+            start += weight.nbytes
+        self._placed = True
+
+    def _issue(self, asynchronous: bool) -> list[dist.Work]:
+        return _together(self.weights[0].group, self.device, [weight.gather for weight in self.weights], asynchronous)
+
+    def _arrive(self) -> None:
+        for weight in self.weights:
+            weight.arrive()
+
+
+def _pairs(units: list[Unit]) -> dict[Unit, Unit]:
+    """Each with the one behind it."""
+    return dict(itertools.pairwise(units))
+
+
+def _together(group: ProcessGroup, device: torch.device, collectives: list[Any], asynchronous: bool) -> list[dist.Work]:
+    """Start collectives of one kind, with NCCL in one launch."""
+    if dist.get_backend(group) == "nccl" and collectives:
+        with coalescing(group, device):
+            for issue in collectives:
+                issue(False)
+        return []
+    works = [issue(asynchronous) for issue in collectives]
+    return [work for work in works if work is not None]
+
+
+class ShardedChunk:
+    """Gathers the units of a chunk before they run, and reduces their gradients.
+
+    units: in the order in which a forward comes to them.
+    """
+
+    def __init__(self, units: list[Unit]) -> None:
+        self.units = units
+        self._following = _pairs(units)
+        self._preceding = _pairs(sorted(units, key=lambda unit: -unit.depth))  # experts behind the rest of their layer
+        self.sync, self.last = True, True
+        self._in_backward = False
+        self._begun: list[Unit] = []  # whose backward is not done
+        self._pending: tuple[Transfer, list[Reduction]] | None = None
+        for unit in units:
+            self._hook(unit)
+
+    def _hook(self, unit: Unit) -> None:
+        unit.module.register_forward_pre_hook(lambda *_: self._before_forward(unit))
+        unit.module.register_forward_hook(lambda _, __, output: self._after_forward(unit, output), always_call=True)
+
+    def gather_ahead(self, changed: torch.Event) -> None:
+        """Gather the first units of the next forward behind `changed` alone."""
+        for unit in [unit for unit in self.units if unit.has_run][:2]:
+            if not self._must_wait(unit):
+                unit.gather(changed)
+
+    def reduce(self, last: bool) -> None:
+        """Reduce all gradients that are there, after a backward or by itself.
+
+        last: no more follow in the step, so wait for what has been started.
+        """
+        for unit in self.units:
+            self._reduce(unit)
+        if last:
+            self._wait_for_gradients()
+
+    def _before_forward(self, unit: Unit) -> None:
+        unit.gather()
+        if not self._in_backward:  # else a recomputation
+            self._gather_next(unit, self._following)
+        unit.wait()
+        unit.show()
+        unit.running = unit.has_run = True
+
+    def _after_forward(self, unit: Unit, output: Any) -> None:
+        unit.hide()
+        unit.running = False
+        if not unit.in_use:
+            unit.release()
+        if torch.is_grad_enabled() and not self._in_backward:
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(lambda _: self._before_backward(unit))
+
+    def _before_backward(self, unit: Unit) -> None:
+        """A gradient of the unit's output is there."""
+        if not self._in_backward:
+            self._in_backward = True
+            queue_callback(self._after_backward)
+        if unit.differentiated or unit.depth < 0:
+            return
+        unit.differentiated = True
+        done = [begun for begun in self._begun if begun.depth > unit.depth]
+        self._begun = [unit, *(begun for begun in self._begun if begun not in done)]
+        self._release(done)
+        if unit.returns:
+            unit.gather()
+            unit.wait()
+        self._gather_next(unit, self._preceding)
+        if self.sync:
+            for each in done:
+                self._reduce(each)
+
+    def _after_backward(self) -> None:
+        self._in_backward = False
+        self._release(self._begun)
+        self._begun = []
+        if self.sync:
+            self.reduce(self.last)
+
+    def _release(self, units: list[Unit]) -> None:
+        for unit in units:
+            unit.differentiated = False
+            unit.release()
+
+    def _gather_next(self, unit: Unit, order: dict[Unit, Unit]) -> None:
+        """Start to gather what comes next, of the units that run at all, while this one computes."""
+        following = order.get(unit)
+        while following is not None and not following.has_run:
+            following = order.get(following)
+        wanted = following is not None and (following.returns or not self._in_backward)
+        if following is not None and wanted and not self._must_wait(following):
+            following.gather()
+
+    @staticmethod
+    def _must_wait(unit: Unit) -> bool:
+        """Whether its slab is still in use."""
+        holder = unit.slab.holder
+        return holder is not None and holder is not unit and holder.in_use
+
+    def _reduce(self, unit: Unit) -> None:
+        weights = [weight for weight in unit.weights if weight.total is not None]
+        if not weights:
+            return
+        self._wait_for_gradients()  # so that only one unit's gradients are held for the way
+        parts = [Reduction(weight) for weight in weights]
+        group, device = weights[0].group, parts[0].sent.device
+        by_kind = [[part.issue for part in parts if part.scatters], [part.issue for part in parts if not part.scatters]]
+
+        def issue(asynchronous: bool) -> list[dist.Work]:
+            scattered = _together(group, device, by_kind[0], asynchronous)
+            exchanged = [part.issue(asynchronous) for part in parts if not part.scatters]
+            return [*scattered, *(work for work in exchanged if work is not None)]
+
+        def finish() -> None:
+            for part in parts:
+                part.finish()
+
+        self._pending = Transfer(device, issue, finish), parts
+
+    def _wait_for_gradients(self) -> None:
+        if self._pending is not None:
+            self._pending[0].wait()
+            self._pending = None
+
+
+def shard_into_slabs(
+    parallel: ParallelConfig, groups: ParallelGroups, chunk: ModelChunk, bf16: bool, slabs: Slabs
+) -> None:
+    """`fsdp.shard_chunk` with `ShardedChunk`, which is the chunk's attribute `SHARDED` then.
+
+    What only one rank has to hold is computed with by `WholeWeights`.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    taken = {p for p in chunk.parameters() if p.dtype == FP8}  # whole on each rank: a gathered one needs its scales
+    units: list[tuple[int, bool, Unit]] = []
+
+    def shard(module: nn.Module | None, kind: str, depth: int) -> None:
+        if module is None:
+            return
+        experts = kind == EXPERTS
+        group = groups.edp if experts else groups.dp_cp
+        keep = not (parallel.reshard_experts_after_forward if experts else parallel.reshard_after_forward)
+        mine = [
+            (owner, name)
+            for owner in module.modules()
+            for name, parameter in owner.named_parameters(recurse=False)
+            if parameter not in taken
+        ]
+        if group.size() == 1:
+            WholeWeights(module, taken, dtype, keep=keep, narrow=experts)
+        elif mine:
+            mesh = DeviceMesh.from_group(group, device)
+            weights = [ShardedWeight(*place, group, mesh, dtype, narrow=experts) for place in mine]
+            size = sum(weight.nbytes for weight in weights)
+            slab = Slab(size) if keep or kind == ROOT else slabs.turn(kind, size)
+            unit = Unit(module, weights, slab, depth, returns=kind in (LAYER, EXPERTS))
+            units.append((depth, experts, unit))  # in a forward experts follow the rest of their layer
+        taken.update(module.parameters())
+
+    for depth, layer in enumerate(chunk.layers.values()):
+        shard(getattr(layer.mlp, "experts", None), EXPERTS, depth)
+        shard(layer, LAYER, depth)
+    shard(chunk.embed_tokens, VOCABULARY, FIRST)
+    shard(chunk.lm_head, VOCABULARY, len(chunk.layers))
+    shard(chunk, ROOT, WHOLE_CHUNK)
+    in_order = [unit for *_, unit in sorted(units, key=lambda entry: entry[:2])]
+    setattr(chunk, SHARDED, ShardedChunk(in_order))
+
+
+def sharded_chunk(chunk: nn.Module) -> ShardedChunk | None:
+    """Of a chunk that `shard_into_slabs` has sharded."""
+    return getattr(chunk, SHARDED, None)

@@ -1,0 +1,206 @@
+"""One weight that the ranks of a group share: its piece, the memory in which it is gathered, its gradients' sum."""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from megatron_glm.ops.grad_sum import GradSum, set_grad_sum
+from megatron_glm.parallel.collectives import all_gather_single, reduce_scatter_single
+from megatron_glm.parallel.shard import shard_dim
+from megatron_glm.parallel.whole_weights import HELD_COPY, CopyOf
+from megatron_glm.torch_private import private
+
+private(__name__, "torch.Tensor._version", "torch.nn.Module._parameters")
+
+ALIGNMENT = 256  # bytes
+
+
+class ShardedWeight:
+    """A parameter of a module, of which each rank of `group` owns a piece along `shard_dim`, in torch's chunk sizes.
+
+    The parameter becomes a DTensor of the pieces: what optimizer and checkpoints see. Other ranks are sent the piece in
+    `dtype`, padded with rows to that of the first rank. Where the parameter has another dtype or fewer rows, that is a
+    copy, which AdamW writes on CUDA (`held_copy`). While the module runs, `full` is in the parameter's place.
+
+    Args:
+        narrow: leave the only gradient of a step in the dtype in which it was made; the sum of several is in fp32.
+    """
+
+    full: nn.Parameter  # the gathered weight; its memory is lent (`place`)
+    total: Tensor | None = None  # the sum of this rank's gradients that is not reduced yet: the owner of a GradSum
+
+    def __init__(
+        self, module: nn.Module, name: str, group: ProcessGroup, mesh: DeviceMesh, dtype: torch.dtype, narrow: bool
+    ) -> None:
+        whole = getattr(module, name)
+        self.module, self.name, self.group, self.mesh = module, name, group, mesh
+        self.shape, self.stride, self.dtype, self.narrow = whole.shape, whole.stride(), dtype, narrow
+        self.dim = shard_dim(self.shape, group.size())
+        self.rows = -(-self.shape[self.dim] // group.size())
+        self.counts = [max(0, min(self.rows, self.shape[self.dim] - r * self.rows)) for r in range(group.size())]
+        first = min(group.rank() * self.rows, self.shape[self.dim])
+        piece = whole.detach().narrow(self.dim, first, self.counts[group.rank()])
+        self.master = nn.Parameter(self.distributed(piece.clone()), requires_grad=whole.requires_grad)
+        setattr(module, name, self.master)
+        self._copy: Tensor | None = None
+        self._copied: tuple[int, ...] = ()
+
+    def distributed(self, piece: Tensor) -> DTensor:
+        """A tensor of the weight's shape, of which this rank has this piece."""
+        placement = [Shard(self.dim)]
+        return DTensor.from_local(
+            piece.contiguous(), self.mesh, placement, run_check=False, shape=self.shape, stride=self.stride
+        )
+
+    @property
+    def piece(self) -> Tensor:
+        """This rank's rows of the master; shares its memory."""
+        master = self.master.detach()
+        assert isinstance(master, DTensor)
+        return master.to_local()
+
+    @property
+    def piece_shape(self) -> tuple[int, ...]:
+        """Of what each rank sends."""
+        return (*self.shape[: self.dim], self.rows, *self.shape[self.dim + 1 :])
+
+    @property
+    def nbytes(self) -> int:
+        """Of the memory in which it is gathered."""
+        size = self.group.size() * math.prod(self.piece_shape) * self.dtype.itemsize
+        return -(-size // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """They change with what is sent."""
+        found = self._master_versions()
+        return found if self._copy is None else (*found, self._copy._version)
+
+    def _master_versions(self) -> tuple[int, ...]:
+        return self.master._version, self.piece._version
+
+    def place(self, received: Tensor, shown: Tensor) -> None:
+        """Make `full` in this memory.
+
+        Args:
+            received, shown: the same `nbytes` bytes, with another counter of changes each: a gather is none that
+                autograd should see, which finds the weights there again that a backward needs.
+        """
+        size = self.group.size() * math.prod(self.piece_shape) * self.dtype.itemsize
+        self._received = received[:size]
+        gathered = shown[:size].view(self.dtype).view(self._gathered_shape)
+        full = gathered.narrow(self.dim, 0, self.shape[self.dim])
+        self.full = nn.Parameter(full, requires_grad=self.master.requires_grad)
+
+    @property
+    def _gathered_shape(self) -> tuple[int, ...]:
+        rows = self.group.size() * self.rows
+        return (*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :])
+
+    def refresh(self) -> bool:
+        """Bring what is sent up to date with the master; returns whether it was not."""
+        piece = self.piece
+        if self._sends_master or (versions := self._master_versions()) == self._copied:
+            return False
+        if self._copy is None:
+            self._copy = torch.zeros(self.piece_shape, dtype=self.dtype, device=piece.device)
+            if self.master.requires_grad and self.dtype != piece.dtype:
+                setattr(self.master, HELD_COPY, self._own_rows(self._copy))
+        self._own_rows(self._copy).copy_(piece)
+        self._copied = versions
+        return True
+
+    @property
+    def _sends_master(self) -> bool:
+        return self.master.dtype == self.dtype and self.piece.shape == self.piece_shape
+
+    def _own_rows(self, piece: Tensor) -> Tensor:
+        """Without the padding."""
+        return piece.narrow(self.dim, 0, self.counts[self.group.rank()])
+
+    def gather(self, asynchronous: bool) -> dist.Work | None:
+        """Start to gather what `refresh` has made; call `arrive` behind it."""
+        sent = self.piece if self._copy is None else self._copy
+        into = self._received
+        if self.dim:  # the ranks' pieces lie one behind the other only along the first dim
+            into = self._apart = torch.empty_like(self._received)
+        return all_gather_single(into, _bytes(sent), group=self.group, async_op=asynchronous)
+
+    def arrive(self) -> None:
+        if self.dim:
+            pieces = self._apart.view(self.dtype).view(self.group.size(), *self.piece_shape)
+            gathered = self._received.view(self.dtype).view(self._gathered_shape)
+            torch.cat(pieces.unbind(), dim=self.dim, out=gathered)
+            del self._apart
+
+    def show(self) -> None:
+        """The module computes with `full`. Each time it does so, its gradient is added to the sum in fp32."""
+        weight: Tensor = self.full
+        if weight.requires_grad:
+            total = GradSum(self.full, self, "total", self.narrow)
+            weight = CopyOf.apply(weight, weight.detach(), total)
+            set_grad_sum(weight, total)
+        self.module._parameters[self.name] = cast(nn.Parameter, weight)
+
+    def hide(self) -> None:
+        self.module._parameters[self.name] = self.master
+
+
+class Reduction:
+    """The sum over the ranks of a weight's `total`, which this takes; the rank's piece goes into the master's `.grad`.
+
+    fp32 is reduced by NCCL. Where the gradients are narrower, or gloo moves them, the ranks exchange their pieces and
+    add them in fp32, in the order of the ranks: the same bits in every run, and half the bytes on the way in bf16.
+    """
+
+    def __init__(self, weight: ShardedWeight) -> None:
+        assert weight.total is not None
+        self.weight, total = weight, weight.total
+        weight.total = None
+        ranks, group = weight.group.size(), weight.group
+        self.scatters = total.dtype == torch.float32 and dist.get_backend(group) == "nccl"
+        own = (*weight.shape[: weight.dim], weight.counts[group.rank()], *weight.shape[weight.dim + 1 :])
+        if weight.dim:  # which all ranks divide
+            parts = total.view(*weight.shape[: weight.dim], ranks, weight.rows, *weight.shape[weight.dim + 1 :])
+            total = parts.movedim(weight.dim, 0)
+        elif self.scatters and ranks * weight.rows != len(total):
+            total = torch.cat([total, total.new_zeros(ranks * weight.rows - len(total), *total.shape[1:])])
+        self.sent = total.contiguous()
+        self.received = total.new_empty(weight.piece_shape if self.scatters else (ranks, *own))
+        self.sum = self.received[: own[0]] if self.scatters else torch.empty(own, device=total.device)
+        self.present = weight.master.grad
+        if self.present is None:
+            weight.master.grad = weight.distributed(self.sum)
+
+    def issue(self, asynchronous: bool) -> dist.Work | None:
+        group = self.weight.group
+        if self.scatters:
+            return reduce_scatter_single(self.received, self.sent, group=group, async_op=asynchronous)
+        size = math.prod(self.weight.shape) // self.weight.shape[self.weight.dim] * self.sent.itemsize
+        sent, received = [count * size for count in self.weight.counts], self.received[0].nbytes
+        into = _bytes(self.received)
+        return dist.all_to_all_single(
+            into, _bytes(self.sent), [received] * group.size(), sent, group=group, async_op=asynchronous
+        )
+
+    def finish(self) -> None:
+        if not self.scatters:
+            first, *others = self.received.unbind()
+            self.sum.copy_(first)
+            for piece in others:
+                self.sum.add_(piece)
+        if self.present is not None:
+            assert isinstance(self.present, DTensor)
+            self.present.to_local().add_(self.sum)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
