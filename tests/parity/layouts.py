@@ -166,22 +166,22 @@ def assemble(
 
 
 def train_layouts(
-    cases: list[tuple[str, RunConfig]], make_pack=pack, draw=initialize_weights
+    cases: list[tuple[str, RunConfig]], make_pack=pack, draw=initialize_weights, steps: int = 3
 ) -> dict[str, Result | str]:
     """One spawn, many layouts: name -> result. A warning that a user would see fails."""
     with warnings.catch_warnings(record=True) as said:
-        results = {name: train(config, make_pack=make_pack, draw=draw) for name, config in cases}
+        results = {name: train(config, steps, make_pack, draw=draw) for name, config in cases}
     assert not said, {str(warning.message) for warning in said}
     return results
 
 
 def clear_reference(
-    configured: Callable[[int], RunConfig], make_pack=pack, draw=initialize_weights
+    configured: Callable[[int], RunConfig], make_pack=pack, draw=initialize_weights, steps: int = 3
 ) -> tuple[int, Result]:
-    """One process, `configured` with the first seed whose selections are clear by GAP in all three steps."""
+    """One process, `configured` with the first seed whose selections are clear by GAP in all steps."""
     single_groups()
     for seed in range(20):
-        result = train(configured(seed), make_pack=make_pack, draw=draw)
+        result = train(configured(seed), steps, make_pack, draw=draw)
         if result.gap >= GAP:
             return seed, result
     raise AssertionError(f"no seed of 20 gives selections that are clear by {GAP}")

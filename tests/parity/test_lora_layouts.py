@@ -1,7 +1,8 @@
-"""Adapters train in every layout as in one process: loss, every gradient, the parameters after three steps."""
+"""Adapters train in every layout of the grid as in one process: loss, norm, every gradient, the step that follows."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 
@@ -14,31 +15,18 @@ from megatron_glm.model.init import _draw, initialize_weights
 from megatron_glm.parallel.fsdp import rectangle
 from tests import distributed
 from tests.parity.layouts import Result, clear_reference, pack, parity_model, run_config, train_layouts
-from tests.parity.test_layouts import EVERY, FULL, SELECTIVE, compare, layout
+from tests.parity.test_layouts import GRID, LAYERS, compare
+from tests.reference import single_chunk
 
 pytestmark = pytest.mark.timeout(300)
 
-LAYOUTS = {
-    2: {
-        "tp2": layout(tp=2),
-        "cp2": layout(cp=2, **EVERY),
-        "pp2": layout(pp=2),
-        "dp2": layout(),
-        "ep2": layout(ep=2),
-        "pp2 vp2 full recompute": layout(pp=2, vp=2, **FULL),
-        "tp2 selective recompute": layout(tp=2, **SELECTIVE),
-    },
-    4: {
-        "tp2 cp2 ep2": layout(tp=2, cp=2, ep=2),
-        "tp2 pp2 vp2 zero-bubble": layout(tp=2, pp=2, vp=2, pipeline_schedule="zero-bubble"),
-        "dp4 ep2": layout(ep=2),
-        "tp4": layout(tp=4),
-    },
-}
+STEPS = 1  # B is drawn, so that the first step has every gradient
 
 
-def configuration(parallel: ParallelConfig, seed: int) -> RunConfig:
-    config = replace(run_config(parity_model(4), parallel, 4, seed), lora=LoraConfig(lora_rank=4, lora_expert_rank=8))
+def configuration(parallel: ParallelConfig, seed: int, kind: str) -> RunConfig:
+    layers, packs = LAYERS[kind]
+    config = run_config(parity_model(layers), parallel, packs, seed)
+    config = replace(config, lora=LoraConfig(lora_rank=4, lora_expert_rank=8))
     return replace(config, optimizer=replace(config.optimizer, moe_router_bias_update_rate=0.0))
 
 
@@ -53,21 +41,38 @@ def draw(chunk: GLMChunk, seed: int) -> None:
 
 
 @cache
-def reference() -> tuple[int, Result]:
-    return clear_reference(lambda seed: configuration(ParallelConfig(), seed), draw=draw)
+def reference(kind: str) -> tuple[int, Result]:
+    return clear_reference(lambda seed: configuration(ParallelConfig(), seed, kind), draw=draw, steps=STEPS)
+
+
+@cache
+def frozen(kind: str) -> dict[str, torch.Tensor]:
+    """The weights without adapters, as they are drawn."""
+    chunk = single_chunk(parity_model(LAYERS[kind][0]))
+    initialize_weights(chunk, reference(kind)[0])
+    return chunk.state_dict()
 
 
 @cache
 def outcome(world_size: int) -> dict[str, Result]:
-    cases = [(name, configuration(parallel, reference()[0])) for name, (_, parallel) in LAYOUTS[world_size].items()]
-    return distributed.run(world_size, train_layouts, cases, pack, draw, timeout=200)[0]
+    cases = [
+        (name, configuration(parallel, reference(kind)[0], kind)) for name, (kind, parallel) in GRID[world_size].items()
+    ]
+    return distributed.run(world_size, train_layouts, cases, pack, draw, STEPS, timeout=280)[0]
 
 
-@pytest.mark.parametrize(("world_size", "name"), [(size, name) for size, names in LAYOUTS.items() for name in names])
+@pytest.mark.parametrize(("world_size", "name"), [(size, name) for size, names in GRID.items() for name in names])
 def test_layout_trains_adapters_as_one_process(world_size, name):
-    result, expected = outcome(world_size)[name], reference()[1]
-    compare(result, expected)
+    result, kind = outcome(world_size)[name], GRID[world_size][name][0]
+    compare(result, reference(kind)[1])
+    assert all(torch.equal(result.parameters[name], weight) for name, weight in frozen(kind).items())
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_adapters_alone_have_gradients_and_are_in_the_norm(kind):
+    layers, expected = LAYERS[kind][0], reference(kind)[1]
     assert set(expected.gradients) == {name for name in expected.parameters if name.endswith(("lora_A", "lora_B"))}
-    assert len(expected.gradients) == 4 * 8 + 3 * 2 * 3 + 3 * 6 + 6 and all(
-        g.any() for g in expected.gradients.values()
-    )
+    assert len(expected.gradients) == layers * 8 + (layers - 1) * 2 * 3 + (layers - 1) * 6 + 6
+    assert all(gradient.any() for gradient in expected.gradients.values())
+    squares = sum(gradient.double().square().sum().item() for gradient in expected.gradients.values())
+    assert expected.norms[0] == pytest.approx(math.sqrt(squares), rel=1e-6)
