@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from tests import distributed, hf_folder
 from tests.finetune import finetune, write_rows
 from tests.parity.test_frozen import LAYOUTS, stored
 from tests.parity.test_load_hf import MODEL
+from tests.tools import call
 
 LORA = {"lora_rank": 4, "lora_alpha": 8, "lora_expert_rank": 8, "moe_router_bias_update_rate": None}
 
@@ -82,6 +84,35 @@ def test_new_adapters_on_a_checkpoint_of_another_run_begin_a_new_one(folder):
     lines = train(1, folder, 2, "on trunk", load="trunk", **LORA)
     assert list(losses(lines)) == [1, 2]
     assert sharded.state_of(folder / "on trunk/iter_0000002")["base"]["folder"].endswith("trunk/iter_0000001")
+
+
+def asked(folder: Path, flags: dict) -> tuple[list[dict], list[dict]]:
+    """What tools/generate.py and tools/score.py print of the adapters."""
+    os.environ |= {"WORLD_SIZE": str(dist.get_world_size()), "RANK": str(dist.get_rank())}
+    words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    words = [word for word in words if word != "True"]
+    found = []
+    for tool, more in (
+        ("generate", ("--prompt-file", "p.jsonl", "--max-new-tokens", "4")),
+        ("score", ("--data-path", "p.jsonl")),
+    ):
+        with contextlib.chdir(folder):
+            code, out, err = call(tool, "--load", "whole", *more, *words)
+        assert code == 0, err
+        found.append([json.loads(line) for line in out.splitlines()])
+    return found[0], found[1]
+
+
+def test_adapters_generate_and_score_alike_in_every_layout(folder):
+    rows = [{"input_ids": list(range(1, n))} for n in (3, 9, 24)]
+    (folder / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    [(said, scored)] = distributed.run(1, asked, folder, {})
+    for layout in LAYOUTS.values():
+        tokens, scores = distributed.run(4, asked, folder, layout)[0]
+        assert [line["tokens"] for line in tokens] == [line["tokens"] for line in said]
+        assert [line["sum_logprob"] for line in scores] == pytest.approx(
+            [line["sum_logprob"] for line in scored], abs=1e-4
+        )
 
 
 def refused(folder: Path, capfd, **flags) -> str:

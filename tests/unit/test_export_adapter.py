@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_glm.checkpoint import convert, hf, report
+from megatron_glm.checkpoint import convert, hf, merged, report
 from megatron_glm.checkpoint.adapters import AdapterCheckpoint, Base
 from megatron_glm.checkpoint.output import Run
 from megatron_glm.config import LoraConfig
@@ -152,6 +152,27 @@ def test_merged_fp8_is_the_merged_bf16_quantised_by_the_export(tmp_path: Path, s
     hf.HFCheckpoint(tmp_path / "out")
     for name in ("config.json", "model.safetensors.index.json"):
         assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_a_merge_that_was_killed_leaves_nothing_of_that_name_and_goes_on(tmp_path: Path, monkeypatch, capfd):
+    folder = random_model(tmp_path / "hf")
+    random_adapters(tmp_path / "c", folder)
+    words = ("--load", tmp_path / "c", "--merge", "--to-hf")
+    assert tool(*words, tmp_path / "whole") == 0
+    merge, seen = merged._merged, []
+
+    def killed(adapters, name, *rest):
+        seen.append(name)
+        if len(seen) == 60:
+            raise OSError("no room")
+        return merge(adapters, name, *rest)
+
+    monkeypatch.setattr(merged, "_merged", killed)
+    assert tool(*words, tmp_path / "out") == 1 and not (tmp_path / "out").exists()
+    assert "no room" in capfd.readouterr().err
+    assert tool(*words, tmp_path / "out", "--resume") == 0
+    assert len(seen) - 60 < len(deltas(stored_tensors(tmp_path / "c/iter_0000003"), LORA)), "finished files are kept"
+    hf_folder.assert_same_tensors(hf_folder.read_folder(tmp_path / "out"), hf_folder.read_folder(tmp_path / "whole"))
 
 
 def test_experts_of_the_newer_form_stay_in_one_tensor(tmp_path: Path):
