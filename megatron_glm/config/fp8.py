@@ -30,7 +30,9 @@ class Fp8Config(Section):
         "kernels on a GPU; te: Transformer Engine, and DeepGEMM for routed experts; a CPU runs plain torch with either",
     )
     fp8_dispatch: bool = option(
-        False, "send tokens to their experts, and output gradients back to them, in FP8: about half the bytes there"
+        False,
+        "send tokens to their experts, and output gradients back to them, in FP8 where a layer's products are: about "
+        "half the bytes there",
     )
     num_layers_at_start_in_bf16: int = option(0, "first layers of which no product is in FP8", minimum=0)
     num_layers_at_end_in_bf16: int = option(0, "last layers of which no product is in FP8, MTP not counted", minimum=0)
@@ -42,10 +44,12 @@ class Fp8Config(Section):
 
     def computes(self, parameter: Parameter, layers: int) -> bool:
         """Whether the products of this parameter are in FP8, in a model of so many layers."""
-        if not (self.blockwise and parameter.fp8_products):
-            return False
+        return parameter.fp8_products and parameter.layer is not None and self.in_layer(parameter.layer, layers)
+
+    def in_layer(self, layer: int, layers: int) -> bool:
+        """Whether a layer has products in FP8, in a model of so many layers, behind which its MTP layer comes."""
         first, end = self.num_layers_at_start_in_bf16, layers - self.num_layers_at_end_in_bf16
-        return parameter.mtp or (parameter.layer is not None and first <= parameter.layer < end)
+        return self.blockwise and (layer >= layers or first <= layer < end)
 
     def share_of_layers(self, layers: int) -> float:
         """How many of a model's layers have products in FP8, as a share of them."""
@@ -76,7 +80,7 @@ class Fp8Config(Section):
                 value = "" if getattr(self, name) is True else f" {getattr(self, name)}"
                 raise ValueError(f"{flag_name(name)}{value} needs --fp8 blockwise")
         kind, ranks = parallel.moe_token_dispatcher_type, parallel.expert_model_parallel_size
-        if self.fp8_dispatch and (ranks == 1 or kind == "allgather"):
+        if self.fp8_dispatch and (ranks == 1 or kind not in ("alltoall", "hybrid")):
             raise ValueError(
                 f"--fp8-dispatch with --moe-token-dispatcher-type {kind} and --expert-model-parallel-size {ranks}: it "
                 "needs alltoall or hybrid, and more than one rank"

@@ -66,6 +66,13 @@ class RunConfig:
         return frozenset(parts | ({"mtp indexer"} if {"indexer", "mtp"} <= parts else set()))
 
     @property
+    def part_flags(self) -> str:
+        """The flags that say which parts this run trains."""
+        flags = {"--indexer-training": self.indexer.indexer_training, "--mtp-num-steps": self.losses.mtp_steps}
+        flags |= {"--train-only": self.losses.train_only, "--lora-rank": self.lora.lora_rank or None}
+        return ", ".join(f"no {flag}" if value is None else f"{flag} {value}" for flag, value in flags.items())
+
+    @property
     def taught_parts(self) -> frozenset[str]:
         """Those of `trained_parts` that a loss teaches: with a factor of 0 a part has no more than its weight decay."""
         untaught = set() if self.indexer.coefficient else {"indexer", "mtp indexer"}

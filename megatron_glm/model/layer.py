@@ -15,6 +15,7 @@ from megatron_glm.model.mlp import MLP
 from megatron_glm.model.moe import MoE
 from megatron_glm.model.norm import RMSNorm
 from megatron_glm.model.pack import PackRows
+from megatron_glm.parallel.dispatch import of_layer
 from megatron_glm.parallel.dispatch.local import Dispatcher
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.linear import ReplicatedLinear
@@ -40,7 +41,7 @@ class DecoderLayer(nn.Module):
         balances = config.losses.balances and layer < model.num_hidden_layers  # not the MTP layer
         balance = Balance(config.losses, model, groups) if balances else None
         self.mlp: nn.Module = (
-            MoE(model, groups, dispatcher, balance)
+            MoE(model, groups, of_layer(dispatcher, config, layer), balance)
             if model.is_moe(layer)
             else MLP(model.hidden_size, model.intermediate_size, groups.tp)
         )

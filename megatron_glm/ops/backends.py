@@ -142,6 +142,13 @@ def check_fp8(config: RunConfig) -> None:
             )
 
 
+def fp8_kernels(config: Fp8Config) -> str:
+    """What computes the products in FP8, for the log."""
+    if not torch.cuda.is_available():
+        return "plain torch"
+    return "te, experts by deepgemm" if config.fp8_backend == "te" else config.fp8_backend
+
+
 def fp8_products(config: Fp8Config, part: str) -> Fp8Products:
     """What computes the products in FP8 of the weights of this part of the model (`Parameter.part`)."""
     weight_gradients = config.weight_gradients(experts=part == "experts")

@@ -162,8 +162,8 @@ class _Clock:
         if self.config.attends_densely:
             self.seen = replace(self.seen, index_topk=self.config.data.seq_length)
         self.per_operation = self.s.pack / (self.grid.tp * self.grid.cp) / machine.products
-        self._of_layer: dict[tuple[bool, bool], tuple[Ledger, Ledger]] = {}
-        self._of_unit: dict[tuple[str, int, int], tuple[Ledger, Ledger]] = {}
+        self._of_layer: dict[tuple[bool, ...], tuple[Ledger, Ledger]] = {}
+        self._of_unit: dict[tuple[str, int, int, int], tuple[Ledger, Ledger]] = {}
         self._sizes: dict[str, tuple[int, int]] = {}
         self.reductions = 1 if self.parallel.grad_sync == "last" else plan.schedule.micro_batches
 
@@ -188,8 +188,11 @@ class _Clock:
         stage = self.plan.layout.stages[number]
         forward, backward = self._computing(number)
         model = self.config.model
-        parts = [self._transfers(model.is_moe(layer), model.has_indexer(layer), layer) for layer in stage.layers]
-        parts += [self._fsdp(unit) for unit in self.plan.units(stage) if unit.runs]
+        steps = self.config.losses.mtp_steps
+        parts = [self._transfers(layer) for layer in stage.layers]
+        if stage.mtp:
+            parts += [self._transfers(model.num_hidden_layers, again=step > 0) for step in range(steps)]
+        parts += [self._fsdp(unit, unit.calls(stage, steps)) for unit in self.plan.units(stage) if unit.runs]
         for there, back in parts:
             forward.add_all(there, 1)
             backward.add_all(back, 1)
@@ -224,13 +227,21 @@ class _Clock:
         costs = self._costs[0][number]
         return costs[2] * self.per_operation * self.machine.backward if len(costs) == 3 else 0.0
 
-    def _transfers(self, moe: bool, indexer: bool, layer: int) -> tuple[Ledger, Ledger]:
-        """What the ranks of one layer of a kind send to each other, all of it waited for. A backward sends it back."""
-        if (moe, indexer) in self._of_layer:
-            return self._of_layer[moe, indexer]
-        forward, backward = self._of_layer[moe, indexer] = Ledger(), Ledger()
+    def _transfers(self, layer: int, again: bool = False) -> tuple[Ledger, Ledger]:
+        """What the ranks of one layer send to each other, all of it waited for. A backward sends it back.
+
+        again: a later MTP step, which may attend to the keys of the first.
+        """
+        model = self.config.model
+        moe, shares = model.is_moe(layer), again and model.index_share_for_mtp_iteration
+        key = moe, model.has_indexer(layer), self.config.fp8.in_layer(layer, model.num_hidden_layers), shares
+        if key in self._of_layer:
+            return self._of_layer[key]
+        forward, backward = self._of_layer[key] = Ledger(), Ledger()
         repeats = REPEATED[self.parallel.recompute_granularity] > 0
         for (axis, _), sent in layer_traffic(self.plan, layer).items():
+            if shares and axis == "tp_cp":
+                continue
             seconds, kind = self.seconds(axis, sent), TRANSFERS[axis]
             forward.add(kind, seconds)
             # The recomputation of a layer ends before its tokens go back from the experts.
@@ -240,14 +251,16 @@ class _Clock:
             backward.add(EXPERTS, EXPERTS_WAIT * (1 + repeats))
         return forward, backward
 
-    def _fsdp(self, unit: FsdpUnit) -> tuple[Ledger, Ledger]:
+    def _fsdp(self, unit: FsdpUnit, calls: int) -> tuple[Ledger, Ledger]:
         """Gathers of a unit's weights and reductions of its gradients that every micro-batch has.
+
+        calls: of the unit in a forward.
 
         FSDP2 casts its shard, copies it into a buffer and copies out what it has gathered: 4 + 10 / n bytes of passes a
         weight on n ranks, in bf16. Whole weights that do not stay are copied from their masters.
         """
         axis, n = self._group(unit)
-        key = unit.kind, unit.elements, unit.trained_elements
+        key = unit.kind, unit.elements, unit.trained_elements, calls
         if key in self._of_unit:
             return self._of_unit[key]
         forward, backward = self._of_unit[key] = Ledger(), Ledger()
@@ -261,9 +274,10 @@ class _Clock:
                 backward.add(COPIES, 10 * unit.trained_elements / self.machine.copies)
             return forward, backward
         if self._gathers_each(unit):
-            self._gather(unit, axis, n, forward)
+            calls = calls if self._reshards(unit) else 1
+            self._gather(unit, axis, n, forward, calls)
             if self._reshards(unit) and not unit.vocabulary:
-                self._gather(unit, axis, n, backward)
+                self._gather(unit, axis, n, backward, calls)
         if self.reductions > 1:
             self._reduce(unit, axis, n, backward)
         elif every:
@@ -298,10 +312,10 @@ class _Clock:
         """Whether each micro-batch gathers; what stays gathered does until it is reduced."""
         return self._reshards(unit) or self.reductions > 1
 
-    def _gather(self, unit: FsdpUnit, axis: str, n: int, ledger: Ledger) -> None:
-        seconds = self.seconds(axis, (n - 1) / n * unit.elements * self.s.b)
+    def _gather(self, unit: FsdpUnit, axis: str, n: int, ledger: Ledger, calls: int = 1) -> None:
+        seconds = calls * self.seconds(axis, (n - 1) / n * unit.elements * self.s.b)
         ledger.add(FSDP, seconds, (1 - FSDP_HIDDEN) * seconds)
-        ledger.add(COPIES, (4 + 10 / n) * unit.elements / self.machine.copies)
+        ledger.add(COPIES, calls * (4 + 10 / n) * unit.elements / self.machine.copies)
 
     def _reduce(self, unit: FsdpUnit, axis: str, n: int, ledger: Ledger) -> None:
         """fp32 on the way; gradients are copied into a buffer, the experts' are widened before."""

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from megatron_glm.model.glm import carry_fields
+from megatron_glm.parallel.dispatch import of_layer
+from megatron_glm.parallel.pipeline.layout import Stage
 from megatron_glm.planner.machine import Machine
 from megatron_glm.planner.plan import FP32, Plan
 
@@ -46,24 +48,17 @@ def rank_traffic(plan: Plan, pp_rank: int) -> Counter:
     """
     grid, model, s = plan.grid, plan.config.model, plan.shapes
     found: Any = Counter()  # of fractions, which its type does not know
-    parallel, count = plan.config.parallel, plan.schedule.micro_batches
-    backward = 1 if parallel.recompute_granularity == "none" else 2
+    count = plan.schedule.micro_batches
+    backward = 1 if plan.config.parallel.recompute_granularity == "none" else 2
+    steps = plan.config.losses.mtp_steps
     differentiates = not plan.config.trained_parts.isdisjoint({"trunk", "adapters"})
     passes = count * (1 + backward * differentiates)
-    for unit in plan.rank_units(pp_rank):
-        axis, size = ("edp", grid.edp) if unit.expert else ("dp_cp", grid.dp * grid.cp)
-        if size > 1 and unit.runs:
-            reshard = parallel.reshard_experts_after_forward if unit.expert else parallel.reshard_after_forward
-            reductions = 1 if parallel.grad_sync == "last" else count
-            share = (size - 1) / size
-            has_backward = differentiates or unit.trained_elements > 0
-            again = count * (has_backward and not unit.vocabulary)
-            gathers = count + again if reshard else reductions  # what stays gathered does until it is reduced
-            found[axis, "gathered weights"] += share * unit.elements * s.b * gathers
-            found[axis, "reduced gradients"] += share * unit.trained_elements * FP32 * reductions
     for stage in plan.layout.of_rank(pp_rank):
+        found.update(_fsdp_traffic(plan, stage, differentiates))
         for layer in stage.layers:
             found.update({key: passes * value for key, value in layer_traffic(plan, layer).items()})
+        if stage.mtp and steps:
+            found.update({key: count * (1 + backward) * sent for key, sent in mtp_traffic(plan).items()})
     if grid.pp > 1:
         dtype = torch.bfloat16 if s.b == 2 else torch.float32
         fields = carry_fields(
@@ -75,6 +70,35 @@ def rank_traffic(plan: Plan, pp_rank: int) -> Counter:
             size = math.prod(field.shape) * field.dtype.itemsize
             found["pp", "hidden states, selections"] += count * times * size
     return found
+
+
+def _fsdp_traffic(plan: Plan, stage: Stage, differentiates: bool) -> Counter:
+    """Bytes by (axis, what) of all micro-batches of a stage; differentiates: its layers have a backward."""
+    found: Any = Counter()
+    grid, parallel, count = plan.grid, plan.config.parallel, plan.schedule.micro_batches
+    steps = plan.config.losses.mtp_steps
+    reductions = 1 if parallel.grad_sync == "last" else count
+    for unit in plan.units(stage):
+        axis, size = ("edp", grid.edp) if unit.expert else ("dp_cp", grid.dp * grid.cp)
+        if size == 1 or not unit.runs:
+            continue
+        reshard = parallel.reshard_experts_after_forward if unit.expert else parallel.reshard_after_forward
+        share = (size - 1) / size
+        has_backward = differentiates or unit.trained_elements > 0
+        gathers = (count + count * (has_backward and not unit.vocabulary)) * unit.calls(stage, steps)
+        if not reshard:  # what stays gathered does until it is reduced, which a step of MTP is on its own
+            gathers = reductions * (steps if unit.mtp else 1)
+        found[axis, "gathered weights"] += share * unit.elements * plan.shapes.b * gathers
+        found[axis, "reduced gradients"] += share * unit.trained_elements * FP32 * reductions
+    return found
+
+
+def mtp_traffic(plan: Plan) -> dict[tuple[str, str], float]:
+    """`layer_traffic` of all MTP steps; where later ones attend to the keys of the first, these are gathered once."""
+    model, steps = plan.config.model, plan.config.losses.mtp_steps
+    [layer] = model.mtp_layer_ids
+    times = {"tp_cp": model.mtp_selections(steps)}
+    return {key: times.get(key[0], steps) * sent for key, sent in layer_traffic(plan, layer).items()}
 
 
 def layer_traffic(plan: Plan, layer: int) -> dict[tuple[str, str], float]:
@@ -89,5 +113,6 @@ def layer_traffic(plan: Plan, layer: int) -> dict[tuple[str, str], float]:
         row = (model.q_lora_rank + 3 * model.hidden_size) * s.b + 4 * s.slots * model.has_indexer(layer)
         found["tp", "sequence shards"] = (grid.tp - 1) / grid.tp * s.tokens * row
     if model.is_moe(layer):
-        found |= {(axis, "tokens to experts and back"): sent for axis, sent in plan.dispatcher.traffic().items()}
+        dispatcher = of_layer(plan.dispatcher, plan.config, layer)
+        found |= {(axis, "tokens to experts and back"): sent for axis, sent in dispatcher.traffic().items()}
     return found

@@ -20,11 +20,12 @@ class FsdpUnit:
     """Parameters that FSDP gathers together: shapes after the tensor and expert cut, before FSDP's.
 
     kind: "experts", "layer", "embedding", "head" or "root": the last norm.
-    runs: False in an MTP layer, which is held and never gathered.
+    runs: False in an MTP layer that is held and never gathered; mtp: of an MTP layer, which runs once a step.
     """
 
     kind: str
     runs: bool
+    mtp: bool
     trained: tuple[tuple[int, ...], ...]
     frozen: tuple[tuple[int, ...], ...]
 
@@ -44,6 +45,12 @@ class FsdpUnit:
     @cached_property
     def elements(self) -> int:
         return self.trained_elements + sum(map(math.prod, self.frozen))
+
+    def calls(self, stage: Stage, mtp_steps: int) -> int:
+        """How often a forward of its stage runs it: an MTP layer once a step, the embedding again for all of them."""
+        if self.mtp:
+            return mtp_steps
+        return 2 if self.kind == "embedding" and stage.embedding and stage.mtp and mtp_steps else 1
 
     def shard(self, index: int, size: int) -> tuple[int, int]:
         """(trained, frozen) elements that rank `index` of `size` holds: chunks of ceil(rows / size) along one dim."""
@@ -95,8 +102,8 @@ def _unit(model: ModelConfig, tp: int, ep: int, kind: str, members: list[Paramet
     shapes: dict[bool, list[tuple[int, ...]]] = {True: [], False: []}
     for parameter in members:
         shapes[is_trained(model, parameter.name, parts)].append(_local_shape(parameter, tp, ep))
-    runs = not members[0].mtp or "mtp" in parts
-    return FsdpUnit(kind, runs, tuple(shapes[True]), tuple(shapes[False]))
+    mtp = members[0].mtp
+    return FsdpUnit(kind, not mtp or "mtp" in parts, mtp, tuple(shapes[True]), tuple(shapes[False]))
 
 
 def _local_shape(parameter: Parameter, tp: int, ep: int) -> tuple[int, ...]:

@@ -310,8 +310,7 @@ def resumed_state(config: RunConfig) -> dict[str, Any] | None:
     if was != now and not section.no_load_optim:
         raise ValueError(
             f"--load {section.load}: iteration {iteration} holds the optimizer of a run that trained "
-            f"{' and '.join(was)}; this run trains {' and '.join(now)} (--indexer-training "
-            f"{config.indexer.indexer_training}, --mtp-num-steps {config.losses.mtp_steps}): --finetune starts a new "
+            f"{' and '.join(was)}; this run trains {' and '.join(now)} ({config.part_flags}): --finetune starts a new "
             "run from its weights, --no-load-optim goes on with a fresh optimizer"
         )
     return state

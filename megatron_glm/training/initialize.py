@@ -76,7 +76,8 @@ def initialize(config: RunConfig) -> ParallelGroups:
     host = host_group(config.parallel)
     require_same(host, facts_of_run(config))
     torch.manual_seed(config.train.seed)
-    log(f"{machine(world_size)}, torch {torch.__version__}, attention by {kernels.attention_backend}")
+    fp8 = f", FP8 by {backends.fp8_kernels(config.fp8)}" if config.fp8.blockwise else ""
+    log(f"{machine(world_size)}, torch {torch.__version__}, attention by {kernels.attention_backend}{fp8}")
     layout = pipeline_layout(config, config.parallel.data_parallel_size(world_size))
     groups = ParallelGroups.create(config.parallel, host, layout.embedding_ranks(config.losses.mtp_steps > 0))
     sharded.on_first_rank(groups.checkpoint, lambda: check_hf_files(config))

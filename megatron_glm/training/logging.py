@@ -152,12 +152,17 @@ class IterationLog:
             f" learning rate: {record['learning_rate']:.6E} |"
             f" global batch size: {record['global_batch_size']:5d} |"
             f"{_means(steps)}{_rewards(record)}{_mtp(record)}"
-            f" grad norm: {record['grad_norm']:.3f} |"
+            f" grad norm: {_short(record['grad_norm'])} |"
             f" peak memory (GiB): {peak_memory_bytes() / 2**30:.2f} |"
         )
         if self.lines:
             log(line)
         self.window.clear()
+
+
+def _short(norm: float) -> str:
+    """Four digits: 0.811; 4.169E-07 of indexers in warm-up, whose loss has the factor 1e-3."""
+    return f"{norm:.3f}" if norm >= 0.1 or norm == 0 else f"{norm:.3E}"
 
 
 def _means(steps: Sequence[dict[str, Any]]) -> str:

@@ -55,11 +55,12 @@ def test_the_loss_is_within_half_a_percent_of_bf16():
     assert ends[1] == pytest.approx(ends[0], rel=5e-3)
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, monkeypatch):
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path)
     flags = {"fp8": "blockwise", "bf16": True, "reshard_after_forward": "false", "lr_decay_iters": 4}
     finetune(train_iters=4, save="whole", log_file="whole.jsonl", **flags)
+    assert torch.cuda.is_available() or ", FP8 by plain torch\n" in capsys.readouterr().out
     finetune(train_iters=2, save="parts", log_file="parts.jsonl", **flags)
     finetune(train_iters=4, save="parts", load="parts", log_file="parts.jsonl", **flags)
     assert_same(tensors("parts", 4), tensors("whole", 4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ def test_three_stages(capsys):
     # warm-up holds the MTP layer, too, unasked
     pretrain(**stage, load="dense", indexer_training="warmup", save="warm", log_file="warm.jsonl")
     out = capsys.readouterr().out
-    assert WARNING not in out and " indexer loss: " in out
+    assert WARNING not in out and " indexer loss: " in out and re.search(r" grad norm: \d\.\d{3}E-0\d \|", out)
     assert state("warm")["never_trained"] == ["mtp", "mtp indexer"] and moved("dense", "warm") == {"indexer"}
     pretrain(**stage, **off, load="warm", indexer_training="sparse", save="sparse", log_file="sparse.jsonl")
     assert WARNING not in capsys.readouterr().out
@@ -106,6 +107,8 @@ def test_learning_from_a_trunk_that_was_never_trained_is_warned_of(only, capsys)
     assert TRUNK_WARNING in capsys.readouterr().out
     pretrain(preset=None, load="out", finetune=True, train_iters=1, attention="dense")
     assert TRUNK_WARNING not in capsys.readouterr().out
+    assert exit_code(lambda: pretrain(preset=None, load="out", train_iters=2, train_only=None)) == 2
+    assert "no --train-only, no --lora-rank)" in capsys.readouterr().err
 
 
 def test_a_factor_of_zero_teaches_nothing_and_the_checkpoint_says_so(capsys):

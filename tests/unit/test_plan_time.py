@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_glm.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_glm.config import LossConfig, ModelConfig, ParallelConfig, RunConfig
 from megatron_glm.config.flags import build_parser
 from megatron_glm.config.flops import layer_flops
 from megatron_glm.planner.machine import H100, H200, Machine, machine_of, rows_factor
 from megatron_glm.planner.plan import GIB, Plan
 from megatron_glm.planner.report import print_plan
-from megatron_glm.planner.time import AGAIN, COPIES, EXPERTS, FSDP, MESSAGES, StepTime, calibration, step_time
+from megatron_glm.planner.time import AGAIN, COPIES, EXPERTS, FSDP, LATENTS, MESSAGES, StepTime, calibration, step_time
 
 KEEP = {"reshard_after_forward": False, "reshard_experts_after_forward": False}
 PIPELINE = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "auto"}
@@ -230,3 +230,21 @@ def test_the_report_says_the_time_and_what_is_hidden(capsys):
     text = capsys.readouterr().out
     assert "predicted for h200, 350 GB/s in a node and 45 GB/s between nodes" in text and "139.0 GiB a GPU" in text
     assert " s a step, " in text and "tokens/s a GPU" in text
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_every_mtp_step_sends_its_tokens_to_the_experts(shares):
+    """As much as a layer of the trunk, and its keys, unless it attends to those of the first step."""
+    case = {"experts": 64, "expert_model_parallel_size": 2, "context_parallel_size": 2, "length": 8192}
+
+    def spent(steps: int) -> tuple[float, float]:
+        plan = reference(2, 1, layers=4, **case)
+        model = replace(plan.config.model, num_nextn_predict_layers=1, index_share_for_mtp_iteration=shares)
+        config = replace(plan.config, model=model, losses=LossConfig(steps))
+        ledger = step_time(Plan.create(config, 2, 8), H200, optimizer=False).by_rank[0]
+        return ledger[EXPERTS].whole, ledger[LATENTS].whole
+
+    none, one, three = (spent(steps) for steps in (0, 1, 3))
+    assert [found[0] / none[0] for found in (one, three)] == pytest.approx([4 / 3, 6 / 3])  # of 3 MoE layers
+    keys = one[1] - none[1]
+    assert keys > 0 and three[1] == pytest.approx(none[1] + (1 if shares else 3) * keys)

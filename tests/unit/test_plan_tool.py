@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from megatron_glm.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_glm.config import LossConfig, ModelConfig, ParallelConfig, RunConfig
 from megatron_glm.config.flags import build_parser
 from megatron_glm.model import moe, recompute
 from megatron_glm.model.norm import RMSNorm
@@ -130,12 +130,17 @@ def test_weights_are_gathered_as_often_as_planned():
     cases = {
         sync: run_config(parity_model(4), layout(pp=2, grad_sync=sync), packs=8, seed=1) for sync in ("last", "every")
     }
+    cases |= {f"{sync}, MTP": replace(config, losses=LossConfig(3)) for sync, config in cases.items()}
+    cases["kept, MTP"] = replace(cases["last, MTP"], parallel=layout(pp=2, reshard_after_forward=False))
+    cases["one stage, MTP"] = replace(cases["last, MTP"], parallel=layout())
     ranks = distributed.run(4, really_gathered, cases)
     for name, config in cases.items():
         plan = Plan.create(config, 4, 4)
         for rank, found in enumerate(ranks):
-            sent = rank_traffic(plan, rank // 2)
-            assert found[name] == sum(sent[axis, "gathered weights"] for axis in ("dp_cp", "edp")), (name, rank)
+            sent = rank_traffic(plan, rank // (4 // plan.grid.pp))
+            planned = sum(sent[axis, "gathered weights"] for axis in ("dp_cp", "edp"))
+            exact = plan.grid.pp > 1  # in one stage FSDP2 gathers the last norm, of 32 numbers, more often
+            assert found[name] == pytest.approx(planned, rel=0 if exact else 1e-3, abs=0), (name, rank)
 
 
 def recipe(nodes: int, **changes) -> Plan:

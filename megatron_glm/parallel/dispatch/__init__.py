@@ -24,6 +24,12 @@ DISPATCHERS: dict[str, Callable[[DispatchContext], Dispatcher]] = {
 }
 
 
+def of_layer(dispatcher: Dispatcher, config: RunConfig, layer: int) -> Dispatcher:
+    """The run's dispatcher as this layer uses it."""
+    in_fp8 = config.fp8.in_layer(layer, config.model.num_hidden_layers)
+    return dispatcher if in_fp8 or not config.fp8.fp8_dispatch else dispatcher.in_own_dtype()
+
+
 def make_dispatcher(config: RunConfig, groups: ParallelGroups) -> Dispatcher:
     """The dispatcher of a checked run, to be made once and shared by all layers. One rank needs no transport.
 

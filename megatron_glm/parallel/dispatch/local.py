@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -77,6 +78,14 @@ class Dispatcher:
     expert multiplies its gated product by it, before the down projection (`ops.experts.grouped_mlp`), which is
     transformers' product after it up to rounding.
     """
+
+    context: DispatchContext  # of those between ranks
+
+    def in_own_dtype(self) -> Dispatcher:
+        """The same for layers without products in FP8, whose rows travel as they are."""
+        other = copy.copy(self)
+        other.context = replace(self.context, fp8=False)
+        return other
 
     def dispatch(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Any]:
         """x [t, D], expert_ids [t, K] int64 (global; -1 = none), weights [t, K] fp32 ->
