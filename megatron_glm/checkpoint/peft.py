@@ -67,6 +67,8 @@ class PeftExport:
                 f"PEFT {PEFT_VERSION} takes {', '.join(outside)} as the routed experts' alone and leaves out the dense "
                 "MLPs and shared experts (its issue 3711); vLLM and SGLang read them"
             )
+        if "kv_b_proj" in targets:
+            found.append("vLLM multiplies kv_b_proj's weight into others and leaves its adapter out: --merge for it")
         for pair in (("q_a_proj", "kv_a_proj_with_mqa"), ("gate_proj", "up_proj")):
             if len(targets & set(pair)) == 1:
                 found.append(f"SGLang stacks {' and '.join(pair)} and needs adapters of both or of neither")

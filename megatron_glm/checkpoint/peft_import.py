@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..config.lora import GROUPED_MULTIPLE, TARGETS, LoraConfig
+from ..config.lora import ADAPTABLE, GROUPED_MULTIPLE, LoraConfig
 from ..config.model import ModelConfig
 from ..config.parameters import Parameter, adapter_parameters
 from ..config.source import read_json, require_folder
@@ -213,7 +213,7 @@ class PeftImport(NewCheckpoint):
         expert_rank = -(-max(expert_ranks, default=0) // GROUPED_MULTIPLE) * GROUPED_MULTIPLE
         rank = max(ranks, default=expert_rank)
         found = {"experts" if expert is not None else name.split(".")[-2] for name, expert in halves}
-        targets = [name for name in TARGETS if name in found] + sorted(found - {*TARGETS})
+        targets = [name for name in ADAPTABLE if name in found] + sorted(found - {*ADAPTABLE})
         scale = next(half.scale for (_, expert), half in halves.items() if (expert is None) == bool(ranks))
         return LoraConfig(
             lora_rank=rank,

@@ -22,8 +22,8 @@ TARGETS = (
     "down_proj",
     "experts",
 )
+ADAPTABLE = (*TARGETS, "kv_b_proj")  # which vLLM multiplies into others, and drops its adapter
 NOT_ADAPTED = {
-    "kv_b_proj": "its weight is multiplied into queries and outputs, and engines that serve it so drop its adapter",
     **dict.fromkeys(("wq_b", "wk", "weights_proj", "indexer"), "the loss has no gradient for the choice of keys"),
     **dict.fromkeys(("gate", "router"), "the router stays as it is"),
     **dict.fromkeys(("embed_tokens", "lm_head"), "the vocabulary's weights stay as they are"),
@@ -88,8 +88,8 @@ class LoraConfig(Section):
         for name in self.lora_target_modules:
             if name in NOT_ADAPTED:
                 raise ValueError(f"--lora-target-modules {name}: {NOT_ADAPTED[name]}")
-            if name not in TARGETS:
-                raise ValueError(f"--lora-target-modules {name} is none of {' '.join(TARGETS)}")
+            if name not in ADAPTABLE:
+                raise ValueError(f"--lora-target-modules {name} is none of {' '.join(ADAPTABLE)}")
         rank, _ = self.rank_and_scale(expert=True)
         experts = "experts" in self.lora_target_modules and any(map(model.is_moe, range(model.num_hidden_layers)))
         if experts and rank % GROUPED_MULTIPLE:

@@ -15,7 +15,7 @@ from megatron_glm.model.indexer_training import Attended, IndexerTeaching, Losse
 from megatron_glm.model.norm import RMSNorm
 from megatron_glm.model.pack import PackRows
 from megatron_glm.ops.dense_mla import dense_mla
-from megatron_glm.ops.latent import expanded_keys, outputs, queries
+from megatron_glm.ops.latent import LatentAdapter, expanded_keys, outputs, queries
 from megatron_glm.ops.recompute import keep_choice
 from megatron_glm.ops.rope import apply_rope
 from megatron_glm.ops.sparse_mla import sparse_mla
@@ -99,7 +99,18 @@ class MLA(nn.Module):
 
     def _absorbed_weights(self) -> tuple[Tensor, ...]:
         """kv_b_proj's weight by head: [h, N, C], that makes keys of latents, and [h, V, C], values."""
-        return self.kv_b_proj.weight.view(self.heads, -1, self.latent).split((self.nope, self.value), dim=1)
+        return self._by_head(self.kv_b_proj.weight)
+
+    def _by_head(self, weight: Tensor) -> tuple[Tensor, ...]:
+        """[h * (N+V), C or rank] -> the parts of each head for keys and for values."""
+        return weight.view(self.heads, -1, weight.shape[1]).split((self.nope, self.value), dim=1)
+
+    def _latent_adapter(self) -> LatentAdapter | None:
+        kv_b = self.kv_b_proj
+        if not kv_b.adapter_scale:
+            return None
+        to_key, to_value = self._by_head(kv_b.lora_B)
+        return LatentAdapter(kv_b.lora_A, to_key, to_value, kv_b.adapter_scale)
 
     def _latents(self, x: Tensor, pack: PackRows) -> Tensor:
         """Keys of the whole pack, `[c | k_rope]` [T, C+R] in pack order."""
@@ -116,18 +127,25 @@ class MLA(nn.Module):
         """
         dense, sparse, weight = pack.dense, pack.sparse, self.kv_b_proj.weight
         to_key = to_value = out_dense = out_sparse = None
-        attended = []
+        attended, adapter, q_nope = [], self._latent_adapter(), q[..., : self.nope]
         if sparse is not None:
             to_key, to_value = self._absorbed_weights()
         q_dense, q_sparse = queries(q, pack.rope, pack.rows, to_key)
         if dense is not None:
             assert q_dense is not None
             k, v = expanded_keys(kv, weight, dense.keys, self.heads, self.nope)
+            if adapter is not None:
+                k, v = adapter.add_to_keys(k, v, kv[dense.keys, : self.latent])
             out_dense, lse = dense_mla(q_dense, k, v, dense.segments, self.scale, self.backend)
             attended.append(Attended(dense.rows, q_dense, lse, absorbed=False))
         if sparse is not None:
             assert q_sparse is not None and topk is not None, "a shared layer needs the selection of the one before"
+            if adapter is not None:
+                q_sparse = adapter.add_to_queries(q_sparse, q_nope[sparse.rows])
             idx = topk[sparse.rows]
             out_sparse, lse = sparse_mla(q_sparse, kv, idx, sparse.length, self.latent, self.scale, self.backend)
             attended.append(Attended(sparse.rows, q_sparse, lse, absorbed=True))
-        return outputs(q.shape[0], pack.rows, out_dense, out_sparse, to_value), attended
+        out = outputs(q.shape[0], pack.rows, out_dense, out_sparse, to_value)
+        if adapter is not None and sparse is not None and out_sparse is not None:
+            out = adapter.add_to_outputs(out, sparse.rows, out_sparse)
+        return out, attended

@@ -11,6 +11,8 @@ says what they compute.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -87,6 +89,38 @@ def outputs(
         else:
             out = out.index_copy(0, at, values)
     return out
+
+
+class LatentAdapter(NamedTuple):
+    """The adapter of kv_b_proj in both forms: what scale * B(A c) adds. A sum of the weights would be rounded to bf16.
+
+    first: A [r, C]; to_key [h, N, r] and to_value [h, V, r]: the parts of B by head.
+    """
+
+    first: Tensor
+    to_key: Tensor
+    to_value: Tensor
+    scale: float
+
+    def add_to_queries(self, absorbed: Tensor, q_nope: Tensor) -> Tensor:
+        """absorbed [m, h, C+R] of q_nope [m, h, N]."""
+        latent = self.first.shape[1]
+        added = (torch.einsum("thn,hnr->thr", q_nope, self.to_key) * self.scale) @ self.first
+        return torch.cat((absorbed[..., :latent] + added, absorbed[..., latent:]), dim=-1)
+
+    def add_to_keys(self, keys: Tensor, values: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [n, h, N+R] and values [n, h, V] of the latents c [n, C]."""
+        low, nope = F.linear(c, self.first) * self.scale, self.to_key.shape[1]
+        added = torch.einsum("tr,hnr->thn", low, self.to_key)
+        keys = torch.cat((keys[..., :nope] + added, keys[..., nope:]), dim=-1)
+        return keys, values + torch.einsum("tr,hvr->thv", low, self.to_value)
+
+    def add_to_outputs(self, out: Tensor, rows: Rows, absorbed: Tensor) -> Tensor:
+        """out [total, h, V] in these rows, whose outputs in the latent space are absorbed [m, h, C]."""
+        added = torch.einsum("thr,hvr->thv", F.linear(absorbed, self.first) * self.scale, self.to_value)
+        if isinstance(rows, slice):
+            return out.slice_scatter(out[rows] + added, 0, rows.start, rows.stop)
+        return out.index_add(0, rows, added)
 
 
 def _fused(x: Tensor) -> bool:

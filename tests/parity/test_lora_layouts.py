@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_glm.config import LoraConfig, ParallelConfig, RunConfig
+from megatron_glm.config.lora import ADAPTABLE
 from megatron_glm.model.glm import GLMChunk
 from megatron_glm.model.init import _draw, initialize_weights
 from megatron_glm.parallel.fsdp import rectangle
@@ -26,7 +27,7 @@ STEPS = 1  # B is drawn, so that the first step has every gradient
 def configuration(parallel: ParallelConfig, seed: int, kind: str) -> RunConfig:
     layers, packs = LAYERS[kind]
     config = run_config(parity_model(layers), parallel, packs, seed)
-    config = replace(config, lora=LoraConfig(lora_rank=4, lora_expert_rank=8))
+    config = replace(config, lora=LoraConfig(4, lora_expert_rank=8, lora_target_modules=ADAPTABLE))
     return replace(config, optimizer=replace(config.optimizer, moe_router_bias_update_rate=0.0))
 
 
@@ -72,7 +73,7 @@ def test_layout_trains_adapters_as_one_process(world_size, name):
 def test_adapters_alone_have_gradients_and_are_in_the_norm(kind):
     layers, expected = LAYERS[kind][0], reference(kind)[1]
     assert set(expected.gradients) == {name for name in expected.parameters if name.endswith(("lora_A", "lora_B"))}
-    assert len(expected.gradients) == layers * 8 + (layers - 1) * 2 * 3 + (layers - 1) * 6 + 6
+    assert len(expected.gradients) == layers * 10 + (layers - 1) * 2 * 3 + (layers - 1) * 6 + 6
     assert all(gradient.any() for gradient in expected.gradients.values())
     squares = sum(gradient.double().square().sum().item() for gradient in expected.gradients.values())
     assert expected.norms[0] == pytest.approx(math.sqrt(squares), rel=1e-6)

@@ -16,6 +16,7 @@ from megatron_glm.checkpoint import convert, hf, merged, report
 from megatron_glm.checkpoint.adapters import AdapterCheckpoint, Base
 from megatron_glm.checkpoint.output import Run
 from megatron_glm.config import LoraConfig
+from megatron_glm.config.lora import ADAPTABLE
 from megatron_glm.config.parameters import model_parameters
 from megatron_glm.model.pack import PackRows
 from megatron_glm.ops.fp8 import dequantize, quantize
@@ -199,12 +200,12 @@ def test_experts_of_the_newer_form_stay_in_one_tensor(tmp_path: Path):
     assert torch.equal(found[mtp], tensors[mtp])
 
 
-@pytest.mark.parametrize("expert_rank", [8, 24])
-def test_peft_computes_what_the_merged_model_does(tmp_path: Path, expert_rank: int):
+@pytest.mark.parametrize(("expert_rank", "attention"), [(8, ATTENTION), (24, ("q_b_proj", "kv_b_proj"))])
+def test_peft_computes_what_the_merged_model_does(tmp_path: Path, expert_rank: int, attention: tuple[str, ...]):
     """On attention and routed experts: the others it leaves out (its issue 3711)."""
     peft = pytest.importorskip("peft")
     base = random_model(tmp_path / "hf")
-    lora = replace(LORA, lora_expert_rank=expert_rank, lora_target_modules=(*ATTENTION, "experts"))
+    lora = replace(LORA, lora_expert_rank=expert_rank, lora_target_modules=(*attention, "experts"))
     random_adapters(tmp_path / "c", base, lora)
     assert tool("--load", tmp_path / "c", "--to-peft", tmp_path / "peft") == 0
     assert tool("--load", tmp_path / "c", "--merge", "--to-hf", tmp_path / "out") == 0
@@ -217,11 +218,11 @@ def test_peft_computes_what_the_merged_model_does(tmp_path: Path, expert_rank: i
 def test_the_merged_model_computes_what_the_adapted_one_does(tmp_path: Path):
     """All adapters, those of shared experts and dense MLPs too, against Hugging Face's class on the merged folder."""
     pytest.importorskip("transformers")
-    model = replace(MODEL, num_nextn_predict_layers=0)
+    model, lora = replace(MODEL, num_nextn_predict_layers=0), replace(LORA, lora_target_modules=ADAPTABLE)
     base = random_model(tmp_path / "hf", model)
-    tensors = random_adapters(tmp_path / "c", base, config=model)
+    tensors = random_adapters(tmp_path / "c", base, lora, model)
     assert tool("--load", tmp_path / "c", "--merge", "--to-hf", tmp_path / "out") == 0
-    chunk = single_chunk(model, lora=LORA)
+    chunk = single_chunk(model, lora=lora)
     weights = {canonical(name): value for name, value in hf_model(base).state_dict().items()}
     chunk.load_state_dict(weights | tensors)
     pack = PackRows.build(model, (len(TOKENS),), len(TOKENS))
@@ -262,9 +263,10 @@ def test_a_whole_model_is_no_adapter_and_adapters_no_whole_model(tmp_path: Path,
 
 def test_notes_say_what_engines_leave_out(tmp_path: Path, capfd):
     base = random_model(tmp_path / "hf")
-    random_adapters(tmp_path / "c", base, LoraConfig(lora_rank=8, lora_target_modules=("q_a_proj", "down_proj")))
+    random_adapters(tmp_path / "c", base, LoraConfig(8, lora_target_modules=("q_a_proj", "down_proj", "kv_b_proj")))
     assert tool("--load", tmp_path / "c", "--to-peft", tmp_path / "p") == 0
     notes = capfd.readouterr().err
+    assert "leaves its adapter out: --merge for it" in notes
     assert "down_proj as the routed experts' alone" in notes and "SGLang stacks q_a_proj and kv_a_proj" in notes
     random_adapters(tmp_path / "d", base, LoraConfig(lora_rank=8, lora_target_modules=(*ATTENTION, "experts")))
     assert tool("--load", tmp_path / "d", "--to-peft", tmp_path / "q") == 0
