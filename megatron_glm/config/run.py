@@ -178,7 +178,7 @@ class RunConfig:
 
     def _check_adapters(self) -> None:
         self.lora.check(self.model)
-        if not self.lora.lora_rank:
+        if not self.lora.lora_rank or self.train.eval_only:
             return
         given = f"--lora-rank {self.lora.lora_rank}"
         mode, rate = self.indexer.indexer_training, self.optimizer.moe_router_bias_update_rate

@@ -151,7 +151,7 @@ class IterationLog:
             f" {unit}/GPU: {flops / rank_seconds / size:.3f} |{_of_peak(record, flops / rank_seconds)}"
             f" learning rate: {record['learning_rate']:.6E} |"
             f" global batch size: {record['global_batch_size']:5d} |"
-            f"{_means(steps)}{_rewards(record)}{_mtp(record)}"
+            f"{_means(steps)}{_rewards(record)}{_mtp(steps)}"
             f" grad norm: {_short(record['grad_norm'])} |"
             f" peak memory (GiB): {peak_memory_bytes() / 2**30:.2f} |"
         )
@@ -188,9 +188,11 @@ def _rewards(record: dict[str, Any]) -> str:
     )
 
 
-def _mtp(record: dict[str, Any]) -> str:
-    """The MTP losses and acceptances of the last step, where there are any."""
-    if "mtp_losses" not in record:
-        return ""
-    losses = " ".join(f"{loss:.4f}" for loss in record["mtp_losses"])
-    return f" mtp losses: {losses} | mtp acceptance: {' '.join(f'{share:.3f}' for share in record['mtp_acceptance'])} |"
+def _mtp(steps: Sequence[dict[str, Any]]) -> str:
+    """The MTP losses and acceptances of these iterations' records, each step's mean; nothing where there are none."""
+    text = ""
+    for name, digits in (("mtp_losses", 4), ("mtp_acceptance", 3)):
+        if lists := [step[name] for step in steps if name in step]:
+            means = (sum(values) / len(values) for values in zip(*lists, strict=True))
+            text += f" {name.replace('_', ' ')}: {' '.join(f'{mean:.{digits}f}' for mean in means)} |"
+    return text

@@ -46,5 +46,6 @@ def warn_of_untrained(config: RunConfig) -> None:
         )
     if config.model.mtp_layer_ids and "mtp" not in taught and not config.train.eval_only:
         state = "warning: the MTP layer was never trained, and" if "mtp" in parts else "the MTP layer stays as it is,"
+        one = len(config.model.mtp_layer_ids) == 1  # several cannot be trained
         flag = "--mtp-loss-scaling-factor above 0" if config.losses.mtp_steps else "--mtp-num-steps 1"
-        log(f"{state} this run does not train it" + (f": {flag} does" if "trunk" in taught else ""))
+        log(f"{state} this run does not train it" + (f": {flag} does" if "trunk" in taught and one else ""))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_glm.config import IndexerConfig
-from tests.finetune import exit_code, json_log, tensors
+from tests.finetune import exit_code, finetune, json_log, tensors, write_rows
 from tests.pretrain import pretrain
 
 WARNING, MTP_WARNING = "the indexer was never trained", "the MTP layer's own indexer was never trained"
@@ -76,6 +76,25 @@ def test_pre_training_trains_the_mtp_layer_and_says_so_in_the_checkpoint(capsys)
     assert f" | mtp losses: {losses}\n" in out[out.index(" validation at iteration 2 ") :]
     pretrain(preset=None, load="out", eval_only=True, mtp_num_steps=2)
     assert f" | mtp losses: {losses}\n" in capsys.readouterr().out
+    pretrain(train_iters=2, log_file="means.jsonl", mtp_num_steps=2, log_interval=2)
+    means = " ".join(f"{sum(two) / 2:.4f}" for two in zip(*(line["mtp_losses"] for line in log), strict=True))
+    assert f" mtp losses: {means} |" in capsys.readouterr().out
+
+
+def test_drafts_of_an_adapted_model_are_evaluated(tmp_path, capsys):
+    """The adapters are of the trunk, and the MTP layer is held: its losses move with what it drafts from."""
+    write_rows(tmp_path)
+    finetune(train_iters=1, save="base")
+    lora = {"preset": None, "lora_rank": 8, "moe_router_bias_update_rate": None}
+    finetune(**lora, load="base", train_iters=2, save="adapters", lr=0.1)
+    found = []
+    for folder in ("base", "adapters"):
+        capsys.readouterr()
+        finetune(preset=None, load=folder, eval_only=True, mtp_num_steps=2)
+        found.append(
+            re.search(r"eval \| lm loss: (\S+) .* \| mtp losses: (\S+) (\S+)\n", capsys.readouterr().out).groups()
+        )
+    assert all(base != adapted for base, adapted in zip(*found, strict=True))
 
 
 def test_training_around_an_untrained_indexer_is_warned_of_by_name(capsys):
