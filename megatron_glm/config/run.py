@@ -119,6 +119,11 @@ class RunConfig:
                 f"--mtp-num-steps {steps} is not below --seq-length ({self.data.seq_length}): no document has a "
                 "token that far ahead"
             )
+        if self.losses.mtp_unshifted_queries and (steps == 1 or not self.model.index_share_for_mtp_iteration):
+            raise ValueError(
+                f"--mtp-unshifted-queries is about steps that share the keys of the first: --mtp-num-steps is {steps}, "
+                f"index_share_for_mtp_iteration {str(self.model.index_share_for_mtp_iteration).lower()}"
+            )
         if steps and (mode == "warmup" or (mode != "off" and self.losses.train_only)):
             flag = f"--train-only {self.losses.train_only}" if self.losses.train_only else f"--mtp-num-steps {steps}"
             raise ValueError(f"{flag} and --indexer-training {mode} each train what the other holds: give one")

@@ -146,6 +146,7 @@ REFUSED = {
     "must not be negative": {"indexer_training": "sparse", "dsa_indexer_loss_coeff": -1},
     "--moe-router-bias-update-rate 0.1": {"indexer_training": "warmup", "moe_router_bias_update_rate": 0.1},
     "--indexer-training sparse with --attention dense": {"indexer_training": "sparse", "attention": "dense"},
+    "--mtp-num-steps is 1, index_share_for_mtp_iteration true": {"mtp_unshifted_queries": True},
     "--mtp-num-steps 32 is not below --seq-length (32)": {"mtp_num_steps": 32},
     "--dsa-indexer-loss-coeff 0 with --indexer-training warmup": {
         "indexer_training": "warmup",
