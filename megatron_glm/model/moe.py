@@ -68,15 +68,16 @@ class Experts(nn.Module):
         if self.products is AS_THEY_ARE:
             self.products = HeldInFp8()
 
-    def fp8_blocks(self) -> dict[str, Blocks]:
-        """The matrices that are held in FP8, by name; none where they are not."""
-        held = [name for name in MATRICES if hasattr(self, f"{name}_scale")]
-        return {name: Blocks(getattr(self, name).detach(), getattr(self, f"{name}_scale")) for name in held}
+    @property
+    def held_in_fp8(self) -> list[str]:
+        """The names of the matrices that are."""
+        return [name for name in MATRICES if hasattr(self, f"{name}_scale")]
 
     def _matrix(self, name: str) -> Tensor:
         """What computes: the parameter, or its numbers in FP8 with the scales that go with them."""
-        if (blocks := self.fp8_blocks().get(name)) is None:
+        if name not in self.held_in_fp8:
             return getattr(self, name)
+        blocks = Blocks(getattr(self, name).detach(), getattr(self, f"{name}_scale"))
         rows = blocks.values.shape[1] // blocks.scales.shape[1]
         if rows % BLOCK[0] == 0:  # then the blocks of the parts are those of the whole
             blocks = Blocks(blocks.values, blocks.scales.flatten(1, 2))

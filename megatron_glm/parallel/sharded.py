@@ -104,7 +104,8 @@ class Unit:
         if slab.holder is self and versions == self._gathered:
             return
         if slab.holder is not None:
-            assert slab.holder is self or not slab.holder.in_use, "a unit needs the slab of one that is not done"
+            if slab.holder is not self and slab.holder.in_use:
+                raise RuntimeError("a layer's weights are needed where those of a layer that is not done are")
             slab.holder.wait()
         self._place()
         slab.holder, self._gathered = self, versions
@@ -187,7 +188,7 @@ class ShardedChunk:
 
     def _hook(self, unit: Unit) -> None:
         unit.module.register_forward_pre_hook(lambda *_: self._before_forward(unit))
-        unit.module.register_forward_hook(lambda _, __, output: self._after_forward(unit, output), always_call=True)
+        unit.module.register_forward_hook(lambda _, *values: self._after_forward(unit, *values), always_call=True)
 
     def gather_ahead(self, changed: torch.Event) -> None:
         """Gather the first units of the next forward behind `changed` alone."""
@@ -213,14 +214,15 @@ class ShardedChunk:
         unit.show()
         unit.running = unit.has_run = True
 
-    def _after_forward(self, unit: Unit, output: Any) -> None:
+    def _after_forward(self, unit: Unit, inputs: Any, output: Any) -> None:
         unit.hide()
         unit.running = False
         if not unit.in_use:
             unit.release()
         if torch.is_grad_enabled() and not self._in_backward:
+            passed = set(map(id, tree_leaves(inputs)))  # what is only handed on belongs to an earlier unit
             for tensor in tree_leaves(output):
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                if isinstance(tensor, Tensor) and tensor.requires_grad and id(tensor) not in passed:
                     tensor.register_hook(lambda _: self._before_backward(unit))
 
     def _before_backward(self, unit: Unit) -> None:
@@ -304,7 +306,7 @@ def shard_into_slabs(
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if bf16 else torch.float32
-    taken = {p for p in chunk.parameters() if p.dtype == FP8}  # whole on each rank: a gathered one needs its scales
+    taken: set[nn.Parameter] = set()
     units: list[tuple[int, bool, Unit]] = []
 
     def shard(module: nn.Module | None, kind: str, depth: int) -> None:
@@ -320,10 +322,11 @@ def shard_into_slabs(
             if parameter not in taken
         ]
         if group.size() == 1:
-            WholeWeights(module, taken, dtype, keep=keep, narrow=experts)
+            in_fp8 = {parameter for parameter in module.parameters() if parameter.dtype == FP8}
+            WholeWeights(module, taken | in_fp8, dtype, keep=keep, narrow=experts)
         elif mine:
             mesh = DeviceMesh.from_group(group, device)
-            weights = [ShardedWeight(*place, group, mesh, dtype, narrow=experts) for place in mine]
+            weights = [ShardedWeight(*place, group, mesh, dtype, narrow=experts) for place in mine]  # scales stay whole
             size = sum(weight.nbytes for weight in weights)
             slab = Slab(size) if keep or kind == ROOT else slabs.turn(kind, size)
             unit = Unit(module, weights, slab, depth, returns=kind in (LAYER, EXPERTS))

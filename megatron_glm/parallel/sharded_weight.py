@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from megatron_glm.ops.fp8 import FP8
 from megatron_glm.ops.grad_sum import GradSum, set_grad_sum
 from megatron_glm.parallel.collectives import all_gather_single, reduce_scatter_single
 from megatron_glm.parallel.shard import shard_dim
@@ -27,8 +28,8 @@ class ShardedWeight:
     """A parameter of a module, of which each rank of `group` owns a piece along `shard_dim`, in torch's chunk sizes.
 
     The parameter becomes a DTensor of the pieces: what optimizer and checkpoints see. Other ranks are sent the piece in
-    `dtype`, padded with rows to that of the first rank. Where the parameter has another dtype or fewer rows, that is a
-    copy, which AdamW writes on CUDA (`held_copy`). While the module runs, `full` is in the parameter's place.
+    `dtype`, padded with rows to that of the first rank, or in FP8 where the parameter is. Where it has another dtype or
+    fewer rows, that is a copy, which AdamW writes on CUDA (`held_copy`). While the module runs, `full` is in its place.
 
     Args:
         narrow: leave the only gradient of a step in the dtype in which it was made; the sum of several is in fp32.
@@ -42,7 +43,8 @@ class ShardedWeight:
     ) -> None:
         whole = getattr(module, name)
         self.module, self.name, self.group, self.mesh = module, name, group, mesh
-        self.shape, self.stride, self.dtype, self.narrow = whole.shape, whole.stride(), dtype, narrow
+        self.shape, self.stride, self.narrow = whole.shape, whole.stride(), narrow
+        self.dtype = FP8 if whole.dtype == FP8 else dtype
         self.dim = shard_dim(self.shape, group.size())
         self.rows = -(-self.shape[self.dim] // group.size())
         self.counts = [max(0, min(self.rows, self.shape[self.dim] - r * self.rows)) for r in range(group.size())]
@@ -136,9 +138,8 @@ class ShardedWeight:
 
     def arrive(self) -> None:
         if self.dim:
-            pieces = self._apart.view(self.dtype).view(self.group.size(), *self.piece_shape)
-            gathered = self._received.view(self.dtype).view(self._gathered_shape)
-            torch.cat(pieces.unbind(), dim=self.dim, out=gathered)
+            pieces = self._apart.view(self.group.size(), *self.piece_shape[:-1], -1)  # bytes: torch.cat takes no FP8
+            torch.cat(pieces.unbind(), dim=self.dim, out=self._received.view(*self._gathered_shape[:-1], -1))
             del self._apart
 
     def show(self) -> None:

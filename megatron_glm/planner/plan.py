@@ -164,14 +164,14 @@ class Plan:
         return self._held(pp_rank, 0, 0)
 
     def elements(self, pp_rank: int, dp_cp_rank: int = 0, edp_rank: int = 0) -> tuple[int, int, int]:
-        """Those that a rank holds: trained, frozen, and frozen in FP8, of which data ranks have no shards."""
+        """Those that a rank holds: trained, frozen, and frozen in FP8, of which FSDP2 has no shards."""
         grid, trained, frozen, blocks = self.grid, 0, 0, 0
         for unit in self.rank_units(pp_rank):
             index, size = (edp_rank, grid.edp) if unit.expert else (dp_cp_rank, grid.dp * grid.cp)
             more, still = unit.shard(index, size)
             trained += more
             if unit.expert and self.experts_in_fp8:
-                blocks += unit.shard(0, 1)[1]
+                blocks += still if self._has_slabs else unit.shard(0, 1)[1]
             else:
                 frozen += still
         return trained, frozen, blocks
@@ -179,7 +179,8 @@ class Plan:
     def _held(self, *place: int) -> BytesHeld:
         trained, frozen, blocks = self._once(("held", *place), lambda: self.elements(*place))
         moment = 2 if self.config.optimizer.adam_moments_dtype == "bf16" else FP32
-        held = self.frozen_bytes * frozen + blocks + FP32 * blocks // MULTIPLE**2
+        scaled = sum(unit.shard(0, 1)[1] for unit in self.rank_units(place[0]) if unit.expert) * self.experts_in_fp8
+        held = self.frozen_bytes * frozen + blocks + FP32 * scaled // MULTIPLE**2
         return BytesHeld(FP32 * trained, held, FP32 * trained, 2 * moment * trained)
 
     @property
@@ -245,7 +246,17 @@ class Plan:
 
     def _whole(self, expert: bool) -> bool:
         """Whether units of this kind are plain parameters, of which the forward makes copies in its own type."""
+        if self._has_slabs:
+            return self._sharing(expert) == 1
         return holds_whole(self.grid.dp * self.grid.cp, self.grid.edp)[0 if expert else 1]
+
+    @property
+    def _has_slabs(self) -> bool:
+        return self.config.parallel.data_parallel_sharding == "slabs"
+
+    def _sharing(self, expert: bool) -> int:
+        """How many ranks have a shard of units of this kind."""
+        return self.grid.edp if expert else self.grid.dp * self.grid.cp
 
     def _gradients_on_their_way(self, pp_rank: int) -> int:
         """Most bytes of one unit's gradients before they are where they are summed; the head's are counted with it.
@@ -283,6 +294,8 @@ class Plan:
                 if expert and self.experts_in_fp8:  # one matrix at a time is dequantised
                     as_held, matrices = True, [math.prod(shape) for unit in units for shape in unit.frozen]
                     passing += max(matrices, default=0)
+                if self._has_slabs and not whole:
+                    continue
                 sizes = [(u.trained_elements if as_held else u.elements, u.vocabulary) for u in units]
                 vocabulary, layers = ([size for size, kind in sizes if kind == wanted] for wanted in (True, False))
                 if whole and b == FP32:
@@ -297,7 +310,30 @@ class Plan:
                 else:
                     passing += (1 if whole else 2) * max(layers, default=0)
             largest = max(largest, passing)
-        return b * (kept + largest + arriving)
+        return b * (kept + largest + arriving + (self._slabs(pp_rank) if self._has_slabs else 0))
+
+    def _slabs(self, pp_rank: int) -> int:
+        """Elements in the type that computes: shards of another type, what stays gathered, and two slabs for each kind
+        of unit, in which the others take turns, of all virtual stages of the rank."""
+        parallel, b, found = self.config.parallel, self.shapes.b, 0
+        turns: dict[str, list[int]] = {}
+        for unit in self.rank_units(pp_rank):
+            if (ranks := self._sharing(unit.expert)) == 1:
+                continue
+            trained, frozen = unit.shard(0, ranks)
+            in_fp8 = unit.expert and self.experts_in_fp8
+            size = unit.trained_elements + (unit.elements - unit.trained_elements) // b if in_fp8 else unit.elements
+            reshards = parallel.reshard_experts_after_forward if unit.expert else parallel.reshard_after_forward
+            if unit.runs:
+                found += trained * (b < FP32) + frozen * (self.frozen_bytes != b and not in_fp8)
+            if reshards and unit.kind != "root":
+                turns.setdefault("vocabulary" if unit.vocabulary else unit.kind, []).append(size)
+            elif unit.runs:
+                found += size
+        for kind, sizes in turns.items():
+            slabs = [sizes] if kind == "vocabulary" else [sizes[::2], sizes[1::2]]
+            found += sum(max(slab, default=0) for slab in slabs)
+        return found
 
     def _kept_of_layers(self, stage: Stage) -> int:
         """Bytes of activations of one micro-batch that a virtual stage's layers keep until its backward."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megatron_glm import heartbeat
 from megatron_glm.checkpoint import sharded
@@ -16,7 +17,8 @@ from megatron_glm.config import RunConfig, iterations
 from megatron_glm.config.parameters import ADAPTER, model_parameters
 from megatron_glm.model.glm import GLMChunk
 from megatron_glm.model.moe import Experts
-from megatron_glm.ops.fp8 import FP8, Blocks, quantize
+from megatron_glm.ops.fp8 import FP8, quantize
+from megatron_glm.parallel.fsdp import rectangle
 from megatron_glm.parallel.shard import Rectangle, ShardInfo
 
 
@@ -72,33 +74,45 @@ def fill_base(folder: Path, chunks: Sequence[GLMChunk], rectangles: Sequence[Rec
     cast = 0
     for chunk in chunks:
         for at, module in chunk.named_modules():
-            for name, blocks in module.fp8_blocks().items() if isinstance(module, Experts) else ():
+            for name in module.held_in_fp8 if isinstance(module, Experts) else ():
                 info = chunk.shards[f"{at}.{name}"]
-                cast += _fill_blocks(source, f"{at}.{name}", info, blocks)
+                here = rectangle(f"{at}.{name}", getattr(module, name), info)
+                cast += _fill_blocks(source, here, info, getattr(module, f"{name}_scale"))
     return cast
 
 
-def _fill_blocks(source: sharded.Reader | HFCheckpoint, name: str, info: ShardInfo, blocks: Blocks) -> int:
-    experts, parts = blocks.scales.shape[:2]
-    values = blocks.values.unflatten(1, (parts, -1))
-    rows, columns = values.shape[2:]
-    cast = 0
+def _fill_blocks(source: sharded.Reader | HFCheckpoint, here: Rectangle, info: ShardInfo, scales: Tensor) -> int:
+    """here: the values that this rank holds, which data ranks may share; scales: of all in `info`."""
+    experts, parts = scales.shape[:2]
+    name, cast = here.name, 0
+    rows, columns = info.global_shape[1] // parts, info.global_shape[2]
     for expert, part in itertools.product(range(experts), range(parts)):
         heartbeat.beat()
         offsets, sizes = (info.offsets[0] + expert, part * rows, 0), (1, rows, columns)
-        into = values[expert, part], blocks.scales[expert, part]
         if isinstance(source, HFCheckpoint) and (stored := source.stored_blocks(name, offsets[0], part)) is not None:
-            found = stored
+            values, found = stored
         else:
             whole = (
                 source.read(name, offsets, sizes)
                 if isinstance(source, HFCheckpoint)
                 else source.tensor(name, offsets, sizes, torch.bfloat16)
             )
-            found, cast = quantize(whole[0].to(into[0].device)), cast + 1
-        for target, tensor in zip(into, found, strict=True):
-            target.copy_(tensor)
+            (values, found), cast = quantize(whole[0].to(scales.device)), cast + 1
+        scales[expert, part].copy_(found)
+        _copy_overlap(values, offsets, here)
     return cast
+
+
+def _copy_overlap(values: Tensor, offsets: tuple[int, int, int], into: Rectangle) -> None:
+    """Copy values [rows, columns] that lie at these offsets in the global tensor, where `into` has them, too."""
+    ours, theirs = [], []
+    for at, size, first, held in zip(offsets, (1, *values.shape), into.offsets, into.tensor.shape, strict=True):
+        begin, end = max(at, first), min(at + size, first + held)
+        if begin >= end:
+            return
+        ours.append(slice(begin - first, end - first))
+        theirs.append(slice(begin - at, end - at))
+    into.tensor[tuple(ours)].copy_(values[None][tuple(theirs)])
 
 
 def adapters(rectangles: Sequence[Rectangle]) -> list[Rectangle]:

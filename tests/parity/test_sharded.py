@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+import gc
+import json
+import os
+import warnings
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_glm.config import LoraConfig, LossConfig, ParallelConfig, RunConfig
+from megatron_glm.config import IndexerConfig, LoraConfig, LossConfig, ParallelConfig, RunConfig
 from megatron_glm.model.glm import GLMChunk
+from megatron_glm.ops.fp8 import FP8
 from megatron_glm.parallel import fsdp
 from megatron_glm.parallel.fsdp import local, reduce_partial_gradients
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.shard import shard_dim
+from megatron_glm.planner.plan import Plan
 from megatron_glm.training.engine import Engine, losses_of
 from megatron_glm.training.initialize import build_chunks, pipeline_layout
 from megatron_glm.training.optimizer import MOMENTS, AdamW, build_optimizer
 from tests import distributed
 from tests.distributed import close_groups
+from tests.finetune import finetune, write_rows
 from tests.parity.layouts import pack, parity_model, run_config
 from tests.parity.test_layouts import EVERY, FULL, KEPT, SELECTIVE, ZERO_BUBBLE, layout
 
 pytestmark = pytest.mark.timeout(300)
 SLABS = {"data_parallel_sharding": "slabs"}
 MTP, ADAPTERS = LossConfig(2), LoraConfig(lora_rank=4, lora_expert_rank=8)
+ON_FP8 = replace(ADAPTERS, base_precision="fp8")
+FEW = {"model": parity_model(4, n_routed_experts=2)}  # of 4 ranks, which share them along another dim
 
 
 def configured(parallel: ParallelConfig, packs: int, bf16: bool = True, **changes) -> RunConfig:
@@ -123,7 +134,8 @@ def steps_of(config: RunConfig, whole: bool, steps: int = 2) -> dict[str, list[T
             if held.requires_grad:
                 tensors |= {f"{name}.{moment}": optimizer.state[held][moment] for moment in MOMENTS}
             for key, tensor in tensors.items():
-                found.setdefault(key, []).append(local(tensor.detach()).clone())
+                bits = local(tensor.detach()).clone()
+                found.setdefault(key, []).append(bits.view(torch.uint8) if bits.dtype == FP8 else bits)
     close_groups(groups)
     return found
 
@@ -148,7 +160,7 @@ def both(cases: list[RunConfig]) -> list[list[str]]:
     different = []
     for config in cases:
         slabs, whole = (steps_of(config, whole) for whole in (False, True))
-        assert slabs.keys() == whole.keys() and sum("exp_avg" in name for name in slabs) > 20
+        assert slabs.keys() == whole.keys() and sum("exp_avg" in name for name in slabs) >= 20
         different.append([name for name in slabs if not all(map(torch.equal, slabs[name], whole[name]))])
     return different
 
@@ -159,7 +171,9 @@ CASES = {
         "dp2 kept, reduced every time": ({}, layout(**SLABS, **KEPT, **EVERY)),
         "ep2 selective recompute": ({}, layout(ep=2, **SLABS, **SELECTIVE)),
         "dp2 mtp full recompute": ({"losses": MTP}, layout(**SLABS, **FULL)),
-        "cp2 adapters": ({"lora": ADAPTERS}, layout(cp=2, **SLABS)),
+        "cp2 adapters on experts in fp8": ({"lora": ON_FP8}, layout(cp=2, **SLABS)),
+        "dp2 indexer": ({"indexer": IndexerConfig("sparse")}, layout(**SLABS)),
+        "dp2 indexer warm-up": ({"indexer": IndexerConfig("warmup")}, layout(**SLABS)),
     },
     3: {"dp3": ({}, layout(**SLABS)), "dp3 mtp reduced every time": ({"losses": MTP}, layout(**SLABS, **EVERY))},
     4: {
@@ -171,6 +185,8 @@ CASES = {
             {"lora": ADAPTERS},
             layout(pp=2, reshard_experts_after_forward=False, **SLABS),
         ),
+        "dp4 few experts": (FEW, layout(**SLABS)),
+        "dp4 few experts, adapters on fp8": (FEW | {"lora": ON_FP8}, layout(**SLABS)),
     },
 }
 
@@ -186,3 +202,72 @@ def different(world_size: int) -> dict[str, list[str]]:
 @pytest.mark.parametrize(("world_size", "name"), [(size, name) for size, cases in CASES.items() for name in cases])
 def test_steps_are_those_of_whole_weights(world_size, name):
     assert different(world_size)[name] == []
+
+
+def live_storages() -> dict[int, int]:
+    """Bytes by address of all memory that tensors hold."""
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of names that torch warns of when they are looked at
+        tensors = [thing for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)]
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.device.type == "cpu"}
+
+
+def grown(config: RunConfig) -> tuple[int, int]:
+    """Bytes that forwards without gradients leave behind, and then a step."""
+    groups = ParallelGroups.create(config.parallel)
+    chunks = build_chunks(config, groups)
+    engine, optimizer = Engine(config, groups, chunks), build_optimizer(config.optimizer, chunks)
+    batches = [pack(config.model, 0, 0, i) for i in range(config.train.global_batch_size // groups.dp.size())]
+    before, found = live_storages(), []
+    for run in engine.evaluate, lambda batches: engine.forward_backward(batches, dict.fromkeys(losses_of(config), 1)):
+        run(batches)
+        optimizer.zero_grad()
+        after = live_storages()
+        found.append(sum(nbytes for address, nbytes in after.items() if address not in before))
+    close_groups(groups)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("parallel", [{}, KEPT, {"reshard_experts_after_forward": False}], ids=str)
+def test_a_forward_leaves_shards_and_two_slabs_a_kind(parallel):
+    """As planned, but for the alignment of weights in a slab and the padding of shards: here at most a tenth."""
+    config = configured(layout(pp=2, vp=2, ep=1, **SLABS, **parallel)[1], 4)
+    config = replace(config, kernels=replace(config.kernels, loss_chunk_size=8))
+    ranks, plan = distributed.run(4, grown, config), Plan.create(config, 4, 4)
+    for rank, (forward, step) in enumerate(ranks):
+        planned = plan.memory(rank // 2)["gathered weights"]
+        assert planned <= forward <= 1.1 * planned + 40_000 and step == forward, (rank, planned, forward, step)
+
+
+def trained(folder: Path, *runs: dict[str, Any]) -> None:
+    os.chdir(folder)
+    os.environ["WORLD_SIZE"] = str(dist.get_world_size())
+    for flags in runs:
+        uneven = {"ffn_hidden_size": 47, "num_experts": 5}
+        finetune(bf16=True, global_batch_size=4, save_interval=1, **uneven, **flags)
+
+
+def contents(folder: Path) -> dict[str, bytes | dict]:
+    """Files by name; of the state what does not follow from the run's own id."""
+    files: dict[str, bytes | dict] = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    return files | {"state.json": json.loads((folder / "state.json").read_text()) | {"run_id": "", "crc32": 0}}
+
+
+def test_both_write_equal_checkpoints_and_load_the_other(tmp_path: Path):
+    """On two ranks, where the order of a sum does not matter; rows and experts do not divide by them."""
+    write_rows(tmp_path)
+    ways = {sharding: {"data_parallel_sharding": sharding} for sharding in ("fsdp2", "slabs")}
+    runs = [{"train_iters": 1, "save": f"by {name}", **flags} for name, flags in ways.items()]
+    runs += [
+        {"train_iters": 2, "save": f"by {name}, then {other}", "load": f"by {name}", **ways[other]}
+        for name in ways
+        for other in ways
+    ]
+    distributed.run(2, trained, tmp_path, *runs)
+    for iteration in (1, 2):
+        saved = [contents(path) for path in sorted(tmp_path.glob(f"by */iter_000000{iteration}"))]
+        assert len(saved) == (2, 4)[iteration - 1] and len(saved[0]) > 3
+        for other in saved:
+            assert other.keys() == saved[0].keys()
+            assert [name for name in other if other[name] != saved[0][name]] == []
