@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..config.parameters import Parameter
+from ..config.source import require_outside
 from .adapters import SETTINGS, AdapterCheckpoint
 from .convert import verify_weights, weights_file
 from .files import write_durably
@@ -82,6 +83,7 @@ class PeftExport:
 
     def write(self, target: Path, run: Run) -> None:
         """Writes the folder `target`; nothing half-written gets its name."""
+        require_outside("--to-peft", target, self.adapters.base.folder if self.base is None else self.base)
         reader = self.adapters.reader
         if run.verify:
             verify_weights(reader, run)

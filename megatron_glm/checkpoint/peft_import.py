@@ -77,6 +77,10 @@ class PeftImport(NewCheckpoint):
                 raise ValueError(f"{source / CONFIG}: the base model {named} is no folder here: give --base DIR")
         self.base = Base.of(base)
         config = ModelConfig.from_hf(self.base.folder)
+        if (pickled := source / "adapter_model.bin").is_file() and not (source / WEIGHTS).exists():
+            raise ValueError(
+                f"{pickled} is a pickle, which is not read: let PEFT save the adapters again, as {WEIGHTS}"
+            )
         self.entries = read_header(source / WEIGHTS)
         halves = self._halves(config)
         self.lora = self._lora(config, halves)

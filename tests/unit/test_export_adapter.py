@@ -261,6 +261,16 @@ def test_a_whole_model_is_no_adapter_and_adapters_no_whole_model(tmp_path: Path,
         convert.Export(tmp_path / "c" / "iter_0000003")
 
 
+def test_nothing_is_written_into_the_folder_of_the_model(tmp_path: Path, capfd):
+    """transformers and this trainer read every safetensors file that they find there."""
+    base = random_model(tmp_path / "hf")
+    random_adapters(tmp_path / "c", base)
+    for words in (("--to-peft",), ("--merge", "--to-hf")):
+        assert tool("--load", tmp_path / "c", *words, base / "adapter") == 1
+        assert f"{words[-1]} {base / 'adapter'} is in {base}" in capfd.readouterr().err
+        assert not (base / "adapter").exists()
+
+
 def test_notes_say_what_engines_leave_out(tmp_path: Path, capfd):
     base = random_model(tmp_path / "hf")
     random_adapters(tmp_path / "c", base, LoraConfig(8, lora_target_modules=("q_a_proj", "down_proj", "kv_b_proj")))

@@ -103,9 +103,18 @@ def test_text_prompts_and_chats(folder, tmp_path):
     history = [*chat, {"role": "assistant", "content": "Because."}, {"role": "user", "content": "And then?"}]
     rows = [{"prompt": "Once upon"}, {"messages": chat, "id": 7}, {"messages": history}, {"prompt": chat}]
     rows.append({"messages": chat, "chat_template_kwargs": {"enable_thinking": False}})
+    function = {"name": "now", "description": "The time.", "parameters": {"type": "object", "properties": {}}}
+    called = {"role": "assistant", "content": "", "reasoning_content": "A clock is needed.", "tool_calls": []}
+    called["tool_calls"].append({"type": "function", "function": {"name": "now", "arguments": {}}})
+    rows.append(
+        {
+            "messages": [*chat, called, {"role": "tool", "content": "12:00"}],
+            "tools": [{"type": "function", "function": function}],
+        }
+    )
     ids = [theirs("Once upon", add_special_tokens=False)["input_ids"]]
     for row in rows[1:]:
-        more = row.get("chat_template_kwargs", {})
+        more = row.get("chat_template_kwargs", {}) | {"tools": row.get("tools")}
         text = theirs.apply_chat_template(
             row.get("messages", row.get("prompt")), add_generation_prompt=True, tokenize=False, **more
         )

@@ -179,6 +179,13 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path, capfd: pyte
     assert message in capfd.readouterr().err and not (tmp_path / "back").exists()
 
 
+def test_a_pickle_is_refused_by_name(tmp_path: Path, capfd):
+    folder = peft_folder(tmp_path / "peft", ALL)
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    assert tool("--from-peft", folder, "--save", tmp_path / "back", "--base", random_model(tmp_path / "hf")) == 1
+    assert "adapter_model.bin is a pickle" in capfd.readouterr().err
+
+
 def test_a_folder_that_peft_saves_is_read(tmp_path: Path):
     """Its own form of the experts, B not zero; attention, too."""
     peft = pytest.importorskip("peft")
