@@ -90,7 +90,10 @@ def read_adapter_state(folder: Path) -> tuple[LoraConfig, Base] | None:
         settings = state["lora"] | {"lora_target_modules": tuple(state["lora"]["lora_target_modules"])}
         return LoraConfig(**settings), Base(Path(state["base"]["folder"]), state["base"]["digest"])
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{folder / 'state.json'} is damaged: of its adapters it lacks {error}") from error
+        file = folder / "state.json"
+        raise ValueError(
+            f"{file} is damaged, or of a later version: its adapters cannot be read ({error!r})"
+        ) from error
 
 
 class AdapterCheckpoint:

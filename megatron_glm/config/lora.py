@@ -112,9 +112,9 @@ def with_stored(given: Mapping[str, Any], checkpoint: Path) -> LoraConfig:
     try:
         stored = json.loads((checkpoint / "state.json").read_text())["lora"]
         settings = {**stored, "lora_target_modules": tuple(stored["lora_target_modules"])}
+        found = LoraConfig(**{**given, **settings})
     except (OSError, ValueError, KeyError, TypeError):
         return LoraConfig(**given)  # a whole model, or damaged, as loading it will say
-    found = LoraConfig(**{**given, **settings})
     theirs, ours = found.spelled_out(), LoraConfig(**{**settings, **given})
     if not ours.lora_rank:
         raise ValueError(f"--lora-rank 0, and the adapters of --load {checkpoint} have {found.lora_rank}")

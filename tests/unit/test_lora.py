@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_glm.checkpoint.adapters import Base, adapter_state
+from megatron_glm.checkpoint.adapters import Base, adapter_state, read_adapter_state
 from megatron_glm.config import LoraConfig, OptimizerConfig, RunConfig
 from megatron_glm.config.lora import ADAPTABLE, TARGETS, with_stored
 from megatron_glm.config.parameters import adapter_parameters
@@ -213,3 +213,11 @@ def test_flags_may_say_again_what_the_adapters_are(tmp_path: Path, given: dict):
 def test_flags_that_say_something_else_are_refused(tmp_path: Path, given: dict, words: str):
     with pytest.raises(ValueError, match=words):
         stored_with(tmp_path, **given)
+
+
+def test_settings_of_a_later_version_are_named(tmp_path: Path):
+    state = adapter_state(STORED, Base(tmp_path, "digest"))
+    (tmp_path / "state.json").write_text(json.dumps(state | {"lora": state["lora"] | {"lora_new": 1}}))
+    assert with_stored({}, tmp_path) == LoraConfig()
+    with pytest.raises(ValueError, match=r"state\.json is damaged, or of a later version: .*lora_new"):
+        read_adapter_state(tmp_path)
