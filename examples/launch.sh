@@ -176,6 +176,7 @@ collect() {
   if [ "$SCALE" = full ] && holds_checkpoints "$SAVE"; then
     say "SAVE holds a checkpoint: going on from there"
     load=(--load "$SAVE")
+    if [ -n "${BASE:-}" ]; then load+=(--base "$BASE"); fi
   fi
   if [ -n "$layout" ]; then PARALLEL_ARGS=(); fi
   args=("${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${DATA_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${TRAIN_ARGS[@]}"
@@ -185,9 +186,9 @@ collect() {
     drop --micro-batch-size
   fi
   if [ "$SCALE" = tiny ]; then
+    if given --expert-node-size "${args[@]}"; then args+=(--expert-node-size 2); fi
     args+=(--hf-config glm5.2-tiny --attention-backend torch --pipeline-model-parallel-size 2
-      --num-layers-per-virtual-pipeline-stage 1 --expert-model-parallel-size 4 --expert-node-size 2 --train-iters 3
-      "${TINY_ARGS[@]}")
+      --num-layers-per-virtual-pipeline-stage 1 --expert-model-parallel-size 4 --train-iters 3 "${TINY_ARGS[@]}")
   fi
   if given --train-epochs "$@"; then drop --train-iters; fi
   if given --num-layers-per-virtual-pipeline-stage "$@"; then
