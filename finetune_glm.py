@@ -26,6 +26,12 @@ def main() -> None:
 
         print_plan(flags)
         return
+    if "rehearse_rank" in flags:
+        one_thread_on_a_cpu()
+        from megatron_glm.rehearsal.report import print_rehearsal
+
+        print_rehearsal(flags)
+        return
     config = configured(flags, DataConfig, check_run)
     if config.data.check_data:
         check_data(config)

@@ -24,6 +24,11 @@ def main() -> None:
         from megatron_glm.planner.report import print_plan
 
         print_plan(flags, PretrainDataConfig)
+    elif "rehearse_rank" in flags:
+        one_thread_on_a_cpu()
+        from megatron_glm.rehearsal.report import print_rehearsal
+
+        print_rehearsal(flags, PretrainDataConfig)
     else:
         run(configured(flags, PretrainDataConfig, check_run))
 

@@ -6,8 +6,9 @@
 # A recipe that sets PROGRAM=pretrain_glm.py first starts from scratch where CHECKPOINT is none. One that also sets
 # AFTER=RECIPE is a stage after that recipe: a new run, iteration 0, from the weights of the last one.
 # A recipe with BASE, a Hugging Face folder, trains adapters on it as it is: CHECKPOINT is then for SCALE=tiny alone.
-# Flags of the program on the command line come last and win. --dry-run plans the run and starts nothing. --layout auto
-# takes the fastest layout that fits (tools/plan.py search) instead of the recipe's, on GPUs of --gpu-type (h100).
+# Flags of the program on the command line come last and win. --dry-run plans the run and starts nothing,
+# --rehearse-rank R runs two steps of one of its ranks, in one process. --layout auto takes the fastest layout that fits
+# (tools/plan.py search) instead of the recipe's, on GPUs of --gpu-type (h100).
 # Ranks: torchrun on each node, or this process is one of srun's.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -357,8 +358,8 @@ launch() {
   collect "$@"
   if [ $by_srun = no ]; then python=$(bash "$root/examples/setup.sh"); fi
   if [ -n "$layout" ]; then find_layout; fi
-  if given --dry-run "$@"; then
-    unset SLURM_PROCID # the plan is one process
+  if given --dry-run "$@" || given --rehearse-rank "$@"; then
+    unset SLURM_PROCID # the plan, and a rehearsal, are one process
     WORLD_SIZE=$((NNODES * GPUS_PER_NODE)) LOCAL_WORLD_SIZE=$GPUS_PER_NODE \
       exec "$python" "$root/$program" "${args[@]}"
   fi

@@ -12,26 +12,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from measure import documents_of, matmul_rate
-from torch import Tensor
 
 from megatron_glm.config import PretrainDataConfig, RunConfig, flag_name
 from megatron_glm.config.flags import resolve
 from megatron_glm.config.plan_flags import PLAN_FLAGS
-from megatron_glm.data.packing import build_batch
-from megatron_glm.model import router
-from megatron_glm.model.glm import GLMChunk
-from megatron_glm.ops.fp8 import FP8
 from megatron_glm.parallel.fsdp import local, reduce_partial_gradients
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.planner.machine import H200
 from megatron_glm.planner.plan import Plan
 from megatron_glm.planner.time import calibration, step_time, unpredictable
+from megatron_glm.rehearsal.made_up import balance, draw, packs
 from megatron_glm.training.engine import Engine
-from megatron_glm.training.initialize import build_chunks, choose_backend, current_device, initialize
+from megatron_glm.training.initialize import build_chunks, choose_backend, initialize
 from megatron_glm.training.optimizer import build_optimizer
 from megatron_glm.training.step import count, train_step
 
@@ -79,32 +74,6 @@ def configured(flags: argparse.Namespace) -> RunConfig:
     return config
 
 
-def balance(experts: int) -> None:
-    """Makes every router choose each expert equally often: token t gets the K experts from t * K on."""
-
-    def select(choice: Tensor, chosen: int, groups: int, kept_groups: int) -> Tensor:
-        slots = torch.arange(choice.shape[0] * chosen, device=choice.device)
-        return (slots % experts).view(-1, chosen)
-
-    router.select_experts = select
-
-
-@torch.no_grad()
-def draw(chunk: GLMChunk, seed: int) -> None:
-    """Random weights made on the device; those of a training run are made on the host, which takes a minute."""
-    random = torch.Generator(current_device()).manual_seed(seed)
-    for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
-        part = local(tensor)
-        if part.dtype == FP8:
-            part.view(torch.uint8).random_(0, 64, generator=random)  # the positive e4m3 numbers below 2
-        elif name.endswith("_scale"):
-            part.fill_(chunk.config.initializer_range)
-        elif part.dim() > 1:
-            part.normal_(0.0, chunk.config.initializer_range, generator=random)
-        else:
-            part.fill_(1 if name.endswith("weight") else 0)
-
-
 class Bench:
     """The model of this rank and a global batch of random documents."""
 
@@ -113,17 +82,10 @@ class Bench:
         self.groups: ParallelGroups = initialize(config)
         self.chunks = build_chunks(config, self.groups, draw)
         self.engine = Engine(config, self.groups, self.chunks)
-        train, length = config.train, config.data.seq_length
-        lengths = documents_of(length) if kind == "short" else (length,)
-        random = np.random.default_rng((train.seed, self.groups.dp.rank()))
-        packs = []
-        for _ in range(config.micro_batches(self.groups.dp.size())):
-            texts = [random.integers(0, config.model.vocab_size, n) for n in lengths * train.micro_batch_size]
-            packs.append(
-                build_batch([(ids, np.ones(len(ids), bool)) for ids in texts], train.micro_batch_size * length)
-            )
-        self.batches = packs
-        self.counts = count(config, self.groups, packs)
+        lengths = documents_of(config.data.seq_length) if kind == "short" else (config.data.seq_length,)
+        dp = self.groups.dp
+        self.batches = packs(config, dp.rank(), config.micro_batches(dp.size()), lengths)
+        self.counts = count(config, self.groups, self.batches)
 
     def forward_backward(self) -> None:
         self.engine.forward_backward(self.batches, self.counts.losses)

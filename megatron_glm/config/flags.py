@@ -20,7 +20,7 @@ from . import DataConfig, ModelConfig, PretrainDataConfig, RunConfig, flag_name,
 from .iterations import iteration_folder, start
 from .lora import NO_ADAPTERS, with_stored
 from .model import SHAPE_FIELDS
-from .plan_flags import PLAN_FLAGS, add_plan_flags
+from .plan_flags import PLAN_FLAGS, REHEARSAL_FLAGS, add_plan_flags
 from .section import Section, choices_of
 from .source import require_model, require_outside
 
@@ -196,7 +196,8 @@ def configured(
     try:
         ranks = world_size()
         if useless := [name for name in PLAN_FLAGS if name in flags]:
-            raise ValueError(f"{flag_name(useless[0])} needs --dry-run")
+            mode = "--rehearse-rank" if useless[0] in REHEARSAL_FLAGS else "--dry-run or --rehearse-rank"
+            raise ValueError(f"{flag_name(useless[0])} needs {mode}")
         config = resolve(flags, data)
         if "check_data" in flags:
             config.data.check()  # nothing else of the run needs to be decided yet

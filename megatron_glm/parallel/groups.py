@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_glm.config import ParallelConfig
+from megatron_glm.parallel import mirror
 from megatron_glm.parallel.grid import GROUP_AXES, Grid
 
 # Of the group for checkpoints: a rank may wait for hours there, for one that reads or writes. The watchdog sees that
@@ -111,6 +112,7 @@ def default_group() -> ProcessGroup:
 
 def _new_group(ranks: Sequence[int] | None, timeout: timedelta, backend: str | None = None) -> ProcessGroup:
     """Collective over all ranks. For a group of others, torch returns a stand-in without methods."""
+    backend = mirror.NAME if dist.get_backend() == mirror.NAME else backend  # all of a rehearsal's
     return cast(ProcessGroup, dist.new_group(ranks, timeout=timeout, backend=backend))
 
 

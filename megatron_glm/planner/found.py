@@ -11,7 +11,7 @@ from megatron_glm.config import DataConfig, flag_name, require_multiple, sort_fl
 from megatron_glm.config.flags import DataSection, refuse
 from megatron_glm.planner.machine import DEFAULT_TYPE, Machine, machine_of
 from megatron_glm.planner.plan import GIB
-from megatron_glm.planner.report import check_sizes, planned_config
+from megatron_glm.planner.report import check_sizes, planned_config, refuse_rehearsal
 from megatron_glm.planner.search import Result, Search, layout_flags
 from megatron_glm.planner.time import Ledger, unpredictable
 
@@ -50,6 +50,7 @@ def search(flags: argparse.Namespace, data: DataSection) -> tuple[Machine, list[
     for name in ("dry_run", "nnodes"):
         if name in given:
             raise ValueError(f"{flag_name(name)} does not go with search: --gpus says on how many it plans")
+    refuse_rehearsal(flags)
     for name in ("gpus", "results"):
         if given.get(name, 1) < 1:
             raise ValueError(f"{flag_name(name)} is {given[name]}; it must be at least 1")

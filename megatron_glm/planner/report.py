@@ -16,7 +16,7 @@ from megatron_glm.config import LARGEST_BF16_BETA, DataConfig, PretrainDataConfi
 from megatron_glm.config.data import validation_sets
 from megatron_glm.config.flags import DataSection, print_always_so, refuse, resolve
 from megatron_glm.config.flops import training_flops
-from megatron_glm.config.plan_flags import PLAN_SIZES
+from megatron_glm.config.plan_flags import PLAN_SIZES, REHEARSAL_FLAGS
 from megatron_glm.data.blend import parse_blend
 from megatron_glm.model.pack import work_per_rank
 from megatron_glm.parallel.pipeline.simulate import Simulation
@@ -33,8 +33,9 @@ def print_plan(flags: argparse.Namespace, data: DataSection = DataConfig) -> Non
     WORLD_SIZE, else 1. That it does not fit is no error.
     """
     try:
+        refuse_rehearsal(flags)
         check_sizes(flags)
-        ranks, per_node = _ranks(flags)
+        ranks, per_node = ranks_of(flags)
         machine = machine_of(flags)
         config, warnings = planned_config(flags, data)
         lines = list(report(Plan.create(config, ranks, per_node), machine))
@@ -44,6 +45,12 @@ def print_plan(flags: argparse.Namespace, data: DataSection = DataConfig) -> Non
     print("\n".join([f"warning: {warning}" for warning in warnings] + lines))
 
 
+def refuse_rehearsal(flags: argparse.Namespace) -> None:
+    """Refuses the flags of a rehearsal: a plan runs nothing."""
+    if useless := [name for name in REHEARSAL_FLAGS if name in flags]:
+        raise ValueError(f"{flag_name(useless[0])} does not go with a plan, which runs nothing: leave one of them out")
+
+
 def check_sizes(flags: argparse.Namespace) -> None:
     """Refuses a size or rate of the planned machines that is none."""
     for name in PLAN_SIZES:
@@ -51,7 +58,7 @@ def check_sizes(flags: argparse.Namespace) -> None:
             raise ValueError(f"{flag_name(name)} is {value}; it must be a finite number above 0")
 
 
-def _ranks(flags: argparse.Namespace) -> tuple[int, int]:
+def ranks_of(flags: argparse.Namespace) -> tuple[int, int]:
     """(ranks in all, GPUs of a node)."""
     given = vars(flags)
     if "nnodes" in given or "nproc_per_node" in given:
@@ -61,8 +68,10 @@ def _ranks(flags: argparse.Namespace) -> tuple[int, int]:
     return ranks, int(os.environ.get("LOCAL_WORLD_SIZE", min(ranks, 8)))
 
 
-def planned_config(flags: argparse.Namespace, data: DataSection = DataConfig) -> tuple[RunConfig, list[str]]:
-    """The configuration of these flags on GPUs, with what a real run would miss filled in, and a warning for each."""
+def planned_config(
+    flags: argparse.Namespace, data: DataSection = DataConfig, gpu: bool = True
+) -> tuple[RunConfig, list[str]]:
+    """The configuration of these flags on GPUs, else CPUs; what a run would miss is filled in, with a warning each."""
     given, warnings = dict(vars(flags)), []
     load = given.get("load")
     if load is not None and not iterations.any_saved(Path(load)) and "hf_config" in given:
@@ -74,7 +83,7 @@ def planned_config(flags: argparse.Namespace, data: DataSection = DataConfig) ->
         del given["load_hf"]
     config = resolve(argparse.Namespace(**given), data)
     config = replace(config, checkpoint=replace(config.checkpoint, load=load, load_hf=load_hf))
-    config = config.with_backend(gpu=True)
+    config = config.with_backend(gpu)
     planned = _planned_pretraining if data is PretrainDataConfig else _planned_finetuning
     config = replace(config, data=planned(config, warnings))
     if not config.train.eval_only and not config.train.has_length:

@@ -15,10 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-import torch
-
 from megatron_glm.config import RunConfig
-from megatron_glm.model.glm import carry_fields
 from megatron_glm.parallel.pipeline.costs import MEASURED, REPEATED, Cost, Rates
 from megatron_glm.parallel.pipeline.layout import stage_costs
 from megatron_glm.parallel.pipeline.simulate import Simulation, simulate
@@ -34,7 +31,7 @@ from megatron_glm.planner.machine import (
     rows_factor,
 )
 from megatron_glm.planner.plan import FP32, Plan
-from megatron_glm.planner.traffic import layer_traffic
+from megatron_glm.planner.traffic import crossing_fields, layer_traffic, shared_elements
 from megatron_glm.planner.units import FsdpUnit
 
 COMPUTING, AGAIN, COPIES, FSDP = "forward and backward", "computed again", "FSDP's copies", "FSDP's transfers"
@@ -141,6 +138,15 @@ def least_work(plan: Plan, machine: Machine) -> float:
     return sum(spent.exposed for ledger in ledgers for kind, spent in ledger.items() if kind not in (FSDP, COPIES))
 
 
+def transfers(plan: Plan, machine: Machine) -> list[tuple[float, float]]:
+    """Seconds that a forward and a backward of each virtual stage wait for other ranks; needs no rates of computing."""
+    clock = _Clock(plan, machine)
+    return [
+        (sum(s.exposed for s in there.values()), sum(s.exposed for s in back.values()))
+        for there, back in map(clock.waiting, range(len(plan.layout.stages)))
+    ]
+
+
 def calibration(plan: Plan, machine: Machine, forward: float, backward: float) -> dict[str, float]:
     """How many times as long as predicted the forwards and the backwards of one GPU's step took, in seconds."""
     if plan.world_size > 1:
@@ -185,9 +191,23 @@ class _Clock:
 
     def stage(self, number: int) -> tuple[Ledger, Ledger]:
         """One micro-batch's forward and backward of a virtual stage."""
-        stage = self.plan.layout.stages[number]
         forward, backward = self._computing(number)
-        model = self.config.model
+        there, back = self._beside(number)
+        forward.add_all(there, 1)
+        backward.add_all(back, 1)
+        return forward, backward
+
+    def waiting(self, number: int) -> tuple[Ledger, Ledger]:
+        """What of it is spent on other ranks."""
+        ledgers = self._beside(number)
+        for ledger in ledgers:
+            ledger.pop(COPIES, None)
+        return ledgers
+
+    def _beside(self, number: int) -> tuple[Ledger, Ledger]:
+        """Transfers and FSDP's copies of a virtual stage."""
+        stage, model = self.plan.layout.stages[number], self.config.model
+        forward, backward = Ledger(), Ledger()
         steps = self.config.losses.mtp_steps
         parts = [self._transfers(layer) for layer in stage.layers]
         if stage.mtp:
@@ -313,9 +333,9 @@ class _Clock:
         return self._reshards(unit) or self.reductions > 1
 
     def _gather(self, unit: FsdpUnit, axis: str, n: int, ledger: Ledger, calls: int = 1) -> None:
-        seconds = calls * self.seconds(axis, (n - 1) / n * unit.elements * self.s.b)
+        seconds = calls * self.seconds(axis, (n - 1) / n * shared_elements(self.plan, unit) * self.s.b)
         ledger.add(FSDP, seconds, (1 - FSDP_HIDDEN) * seconds)
-        ledger.add(COPIES, calls * (4 + 10 / n) * unit.elements / self.machine.copies)
+        ledger.add(COPIES, calls * (4 + 10 / n) * shared_elements(self.plan, unit) / self.machine.copies)
 
     def _reduce(self, unit: FsdpUnit, axis: str, n: int, ledger: Ledger) -> None:
         """fp32 on the way; gradients are copied into a buffer, the experts' are widened before."""
@@ -333,10 +353,8 @@ class _Clock:
     @cached_property
     def _crossing(self) -> list[tuple[float, float]]:
         """Seconds of what enters each stage, and of the gradients that leave it backwards."""
-        plan, model = self.plan, self.config.model
+        plan, fields = self.plan, crossing_fields(self.plan)
         stages, place = plan.layout.stages, plan.layout.placement.of_stage
-        dtype = torch.bfloat16 if self.s.b == 2 else torch.float32
-        fields = carry_fields(model, stages, self.s.shard, self.s.pack, dtype, self.config.indexer, self.config.losses)
         found = [(0.0, 0.0)]
         block = plan.world_size // self.grid.pp
         for number in range(1, len(stages)):

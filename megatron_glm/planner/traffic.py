@@ -10,10 +10,13 @@ from typing import Any
 import torch
 
 from megatron_glm.model.glm import carry_fields
+from megatron_glm.model.pack import has_sparse_rows
 from megatron_glm.parallel.dispatch import of_layer
+from megatron_glm.parallel.pipeline.carry import CarryField
 from megatron_glm.parallel.pipeline.layout import Stage
 from megatron_glm.planner.machine import Machine
 from megatron_glm.planner.plan import FP32, Plan
+from megatron_glm.planner.units import FsdpUnit
 
 
 def traffic(plan: Plan) -> list[tuple[str, str, float, float]]:
@@ -46,7 +49,7 @@ def rank_traffic(plan: Plan, pp_rank: int) -> Counter:
     selections, which have no gradient, are counted with the rest. Without gradients in the trunk (warm-up,
     --train-only) its layers have a forward only.
     """
-    grid, model, s = plan.grid, plan.config.model, plan.shapes
+    grid = plan.grid
     found: Any = Counter()  # of fractions, which its type does not know
     count = plan.schedule.micro_batches
     backward = 1 if plan.config.parallel.recompute_granularity == "none" else 2
@@ -60,11 +63,7 @@ def rank_traffic(plan: Plan, pp_rank: int) -> Counter:
         if stage.mtp and steps:
             found.update({key: count * (1 + backward) * sent for key, sent in mtp_traffic(plan).items()})
     if grid.pp > 1:
-        dtype = torch.bfloat16 if s.b == 2 else torch.float32
-        fields = carry_fields(
-            model, plan.layout.stages, s.shard, s.pack, dtype, plan.config.indexer, plan.config.losses
-        )
-        for stage, field in itertools.product(plan.layout.placement.stages[pp_rank], fields):
+        for stage, field in itertools.product(plan.layout.placement.stages[pp_rank], crossing_fields(plan)):
             outputs = field.stages[stage + 1 : stage + 2]  # () after the last stage
             times = sum(outputs) + (field.differentiable and field.stages[stage])  # and the input's gradient back
             size = math.prod(field.shape) * field.dtype.itemsize
@@ -88,7 +87,7 @@ def _fsdp_traffic(plan: Plan, stage: Stage, differentiates: bool) -> Counter:
         gathers = (count + count * (has_backward and not unit.vocabulary)) * unit.calls(stage, steps)
         if not reshard:  # what stays gathered does until it is reduced, which a step of MTP is on its own
             gathers = reductions * (steps if unit.mtp else 1)
-        found[axis, "gathered weights"] += share * unit.elements * plan.shapes.b * gathers
+        found[axis, "gathered weights"] += share * shared_elements(plan, unit) * plan.shapes.b * gathers
         found[axis, "reduced gradients"] += share * unit.trained_elements * FP32 * reductions
     return found
 
@@ -99,6 +98,20 @@ def mtp_traffic(plan: Plan) -> dict[tuple[str, str], float]:
     [layer] = model.mtp_layer_ids
     times = {"tp_cp": model.mtp_selections(steps)}
     return {key: times.get(key[0], steps) * sent for key, sent in layer_traffic(plan, layer).items()}
+
+
+def crossing_fields(plan: Plan) -> tuple[CarryField, ...]:
+    """What micro-batches take from stage to stage. Documents that attend to all their keys need no selection."""
+    config, s = plan.config, plan.shapes
+    dtype = torch.bfloat16 if config.train.bf16 else torch.float32
+    fields = carry_fields(config.model, plan.layout.stages, s.shard, s.pack, dtype, config.indexer, config.losses)
+    sparse = has_sparse_rows(config.model, (config.data.seq_length,), config.dense_rows)
+    return tuple(field for field in fields if sparse or not field.sparse_only)
+
+
+def shared_elements(plan: Plan, unit: FsdpUnit) -> int:
+    """Those of which each data rank has a shard: all but experts in FP8, which are whole on each."""
+    return unit.trained_elements if unit.expert and plan.experts_in_fp8 else unit.elements
 
 
 def layer_traffic(plan: Plan, layer: int) -> dict[tuple[str, str], float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -24,6 +25,7 @@ from megatron_glm.parallel.pipeline.carry import Carry, CarryField
 from megatron_glm.parallel.pipeline.layout import schedule_of
 from megatron_glm.parallel.pipeline.p2p import GroupTransport
 from megatron_glm.parallel.pipeline.runner import Losses, Runner
+from megatron_glm.parallel.pipeline.schedule import Action
 from megatron_glm.training.initialize import current_device, pipeline_layout
 
 DPO = "dpo"  # the preference between two answers
@@ -87,6 +89,7 @@ class Engine:
         self.device = current_device()
         self._layout = pipeline_layout(config, groups.dp.size())
         self._transport = GroupTransport(groups)
+        self.around_actions: Callable[[Action], AbstractContextManager] = lambda action: nullcontext()
 
     def forward_backward(self, batches: Sequence[PackedBatch], counts: dict[str, int]) -> list[Losses]:
         """Losses and gradients of this rank's micro-batches; gradients accumulate in the parameters.
@@ -136,7 +139,7 @@ class Engine:
             self.device,
         )
         sparse = [has_sparse_rows(config.model, batch.doc_lengths, config.dense_rows) for batch in batches]
-        return runner.run(forward, self._before_gradients, self._after_weights, sparse)
+        return runner.run(forward, self._before_gradients, self._after_weights, sparse, self.around_actions)
 
     def _before_gradients(self, chunk: int) -> None:
         """The next backward of this chunk completes its gradients."""

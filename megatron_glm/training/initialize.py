@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -47,19 +47,7 @@ def initialize(config: RunConfig) -> ParallelGroups:
         OSError: if a file or folder of the flags cannot be written.
     """
     world_size = launch.world_size()
-    check_run(config, world_size)
-    require_packages(config.logging)
-    check_folders(config)
-    if not config.train.eval_only:
-        check_checkpoints(config)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(launch.local_rank(torch.cuda.device_count()))
-    kernels = config.kernels
-    selects = not config.attends_densely
-    backends.check(kernels.attention_backend, config.model, config.parallel.tensor_model_parallel_size, selects)
-    backends.check_fp8(config)
-    hybridep.check(config)
-    backends.load(kernels.attention_backend, config.dense_rows, kernels.deterministic)
+    prepare(config, world_size)
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # connect at the first message: else 2 x ranks descriptors each
     if not dist.is_initialized():
         limit = time_limit(config.parallel)
@@ -77,7 +65,7 @@ def initialize(config: RunConfig) -> ParallelGroups:
     require_same(host, facts_of_run(config))
     torch.manual_seed(config.train.seed)
     fp8 = f", FP8 by {backends.fp8_kernels(config.fp8)}" if config.fp8.blockwise else ""
-    log(f"{machine(world_size)}, torch {torch.__version__}, attention by {kernels.attention_backend}{fp8}")
+    log(f"{machine(world_size)}, torch {torch.__version__}, attention by {config.kernels.attention_backend}{fp8}")
     layout = pipeline_layout(config, config.parallel.data_parallel_size(world_size))
     groups = ParallelGroups.create(config.parallel, host, layout.embedding_ranks(config.losses.mtp_steps > 0))
     sharded.on_first_rank(groups.checkpoint, lambda: check_hf_files(config))
@@ -86,6 +74,23 @@ def initialize(config: RunConfig) -> ParallelGroups:
         sharded.on_first_rank(groups.checkpoint, lambda: check_sinks(config.logging, start))
     warn_of_untrained(config)
     return groups
+
+
+def prepare(config: RunConfig, world_size: int) -> None:
+    """What a rank does before it meets the others: checks, its device, the kernels. Raises as `initialize` says."""
+    check_run(config, world_size)
+    require_packages(config.logging)
+    check_folders(config)
+    if not config.train.eval_only:
+        check_checkpoints(config)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(launch.local_rank(torch.cuda.device_count()))
+    kernels = config.kernels
+    selects = not config.attends_densely
+    backends.check(kernels.attention_backend, config.model, config.parallel.tensor_model_parallel_size, selects)
+    backends.check_fp8(config)
+    hybridep.check(config)
+    backends.load(kernels.attention_backend, config.dense_rows, kernels.deterministic)
 
 
 def watch(config: RunConfig, meeting: Meeting) -> None:
@@ -110,12 +115,17 @@ def pipeline_layout(config: RunConfig, dp_size: int) -> PipelineLayout:
 
 
 def build_chunks(
-    config: RunConfig, groups: ParallelGroups, draw: Callable[[GLMChunk, int], None] = initialize_weights
+    config: RunConfig,
+    groups: ParallelGroups,
+    draw: Callable[[GLMChunk, int], None] = initialize_weights,
+    stored: Mapping[str, torch.dtype] | None = None,
 ) -> list[GLMChunk]:
     """This rank's chunks, sharded over the data ranks, with the weights that `draw` makes of the seed.
 
     They are cut before they take memory. Where a checkpoint is to be loaded all is zero, vocabulary padding included,
     and frozen parameters have its dtypes.
+
+    stored: the dtypes of a model that is not there; None: those of --load or --load-hf.
     """
     layout = pipeline_layout(config, groups.dp.size())
     chunks, stored, dispatcher, slabs = [], stored_dtypes(config), make_dispatcher(config, groups), Slabs()

@@ -94,7 +94,7 @@ def test_torch_is_imported_after_the_flags_are_read():
 
 def test_plan_flags_are_listed_and_go_with_a_dry_run(capsys):
     assert "--dry-run" in build_parser().format_help()
-    assert refusal(capsys, "--nnodes", "4") == "error: --nnodes needs --dry-run\n"
+    assert refusal(capsys, "--nnodes", "4") == "error: --nnodes needs --dry-run or --rehearse-rank\n"
 
 
 def test_unknown_flag_names_the_nearest(capsys):

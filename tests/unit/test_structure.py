@@ -23,6 +23,7 @@ ALLOWED = {
     "checkpoint": CONFIG | {"parallel", "ops", "model", "checkpoint"},
     "planner": CONFIG | {"parallel", "ops", "model", "data", "planner"},
     "training": CONFIG | {"parallel", "ops", "model", "data", "checkpoint", "training"},
+    "rehearsal": CONFIG | {"parallel", "ops", "model", "data", "checkpoint", "training", "planner", "rehearsal"},
 }
 # top-level modules that belong to a part
 MODULE_PARTS = {

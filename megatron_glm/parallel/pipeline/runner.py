@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -58,6 +58,7 @@ class Runner:
         before_last_backward: Callable[[int], None] = lambda chunk: None,
         after_weights: Callable[[int, bool], None] = lambda chunk, last: None,
         sparse: Sequence[bool] | None = None,
+        around: Callable[[Action], AbstractContextManager] = lambda action: nullcontext(),
     ) -> list[Losses]:
         """One step; gradients accumulate in the parameters.
 
@@ -66,6 +67,7 @@ class Runner:
                 example to switch the gradient synchronisation on. A schedule with "W" has none.
             after_weights: called after each "W" with the chunk's index, and whether its gradients are complete.
             sparse: per micro-batch, whether it has the fields that are `sparse_only` (None: all have).
+            around: a context for each action, its messages included.
         Returns:
             the detached losses of this rank's stages by name, one dict a micro-batch.
         """
@@ -76,23 +78,24 @@ class Runner:
         found: list[Losses] = [{} for _ in range(self.schedule.micro_batches)]
         for action in self.schedule.actions[self.rank]:
             heartbeat.beat()
-            if action.kind == FORWARD:
-                made = self._forward(action, forward, mailbox)
-                losses = found[action.micro_batch]  # several stages of this rank may have a part of the same loss
-                for name, loss in made.losses.items():
-                    losses[name] = losses[name] + loss.detach() if name in losses else loss.detach()
-                if not self.schedule.forward_only:
-                    live[action[1:]] = made
-                del made  # the graph of a micro-batch ends with its backward
-            elif action.kind == BACKWARD:
-                if action == self._last[action.chunk]:
-                    before_last_backward(action.chunk)
-                with deferring(put_off.setdefault(action[1:], [])) if self._defers else nullcontext():
-                    self._backward(action, mailbox, live.pop(action[1:]))
-            else:
-                for make in put_off.pop(action[1:]):
-                    make()
-                after_weights(action.chunk, action == self._last[action.chunk])
+            with around(action):
+                if action.kind == FORWARD:
+                    made = self._forward(action, forward, mailbox)
+                    losses = found[action.micro_batch]  # several stages of this rank may have a part of the same loss
+                    for name, loss in made.losses.items():
+                        losses[name] = losses[name] + loss.detach() if name in losses else loss.detach()
+                    if not self.schedule.forward_only:
+                        live[action[1:]] = made
+                    del made  # the graph of a micro-batch ends with its backward
+                elif action.kind == BACKWARD:
+                    if action == self._last[action.chunk]:
+                        before_last_backward(action.chunk)
+                    with deferring(put_off.setdefault(action[1:], [])) if self._defers else nullcontext():
+                        self._backward(action, mailbox, live.pop(action[1:]))
+                else:
+                    for make in put_off.pop(action[1:]):
+                        make()
+                    after_weights(action.chunk, action == self._last[action.chunk])
         mailbox.close()
         return found
 
