@@ -191,6 +191,19 @@ def add_product(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
     return torch.addmm(total, grad.T, x, out_dtype=torch.float32, out=total)
 
 
+def add_pieces(into: Tensor, pieces: Tensor, adds: bool) -> None:
+    """The sum of pieces [n, ...] in their order, in fp32: `into` [...] fp32 becomes it, or with `adds` grows by it."""
+    if pieces.is_cuda:
+        from megatron_glm.ops.triton import grad_sum  # needs Triton, which a CPU-only torch has not
+
+        return grad_sum.add_pieces(into, pieces, adds)
+    first, *others = pieces.unbind()
+    total = first.float()
+    for piece in others:
+        total += piece
+    into.add_(total) if adds else into.copy_(total)
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(

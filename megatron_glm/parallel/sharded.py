@@ -26,7 +26,7 @@ from megatron_glm.config import ParallelConfig
 from megatron_glm.ops.fp8 import FP8
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.shard import ModelChunk
-from megatron_glm.parallel.sharded_weight import Reduction, ShardedWeight
+from megatron_glm.parallel.sharded_weight import Reduction, ShardedWeight, has_nccl
 from megatron_glm.parallel.streams import Transfer
 from megatron_glm.parallel.whole_weights import WholeWeights
 from megatron_glm.torch_private import private
@@ -146,7 +146,7 @@ class Unit:
         self._placed = True
 
     def _issue(self, asynchronous: bool) -> list[dist.Work]:
-        return _together(self.weights[0].group, self.device, [weight.gather for weight in self.weights], asynchronous)
+        return _together(self.weights[0].group, [weight.gather for weight in self.weights], asynchronous)
 
     def _arrive(self) -> None:
         for weight in self.weights:
@@ -158,10 +158,10 @@ def _pairs(units: list[Unit]) -> dict[Unit, Unit]:
     return dict(itertools.pairwise(units))
 
 
-def _together(group: ProcessGroup, device: torch.device, collectives: list[Any], asynchronous: bool) -> list[dist.Work]:
+def _together(group: ProcessGroup, collectives: list[Any], asynchronous: bool) -> list[dist.Work]:
     """Start collectives of one kind, with NCCL in one launch."""
-    if dist.get_backend(group) == "nccl" and collectives:
-        with coalescing(group, device):
+    if has_nccl(group) and collectives:
+        with coalescing(group):
             for issue in collectives:
                 issue(False)
         return []
@@ -205,6 +205,8 @@ class ShardedChunk:
             self._reduce(unit)
         if last:
             self._wait_for_gradients()
+            for unit in self.units:  # a shard that is still being sent must not change
+                unit.wait()
 
     def _before_forward(self, unit: Unit) -> None:
         unit.gather()
@@ -281,7 +283,7 @@ class ShardedChunk:
         by_kind = [[part.issue for part in parts if part.scatters], [part.issue for part in parts if not part.scatters]]
 
         def issue(asynchronous: bool) -> list[dist.Work]:
-            scattered = _together(group, device, by_kind[0], asynchronous)
+            scattered = _together(group, by_kind[0], asynchronous)
             exchanged = [part.issue(asynchronous) for part in parts if not part.scatters]
             return [*scattered, *(work for work in exchanged if work is not None)]
 
@@ -321,7 +323,7 @@ def shard_into_slabs(
             for name, parameter in owner.named_parameters(recurse=False)
             if parameter not in taken
         ]
-        if group.size() == 1:
+        if holds_whole(group):
             in_fp8 = {parameter for parameter in module.parameters() if parameter.dtype == FP8}
             WholeWeights(module, taken | in_fp8, dtype, keep=keep, narrow=experts)
         elif mine:
@@ -341,6 +343,11 @@ def shard_into_slabs(
     shard(chunk, ROOT, WHOLE_CHUNK)
     in_order = [unit for *_, unit in sorted(units, key=lambda entry: entry[:2])]
     setattr(chunk, SHARDED, ShardedChunk(in_order))
+
+
+def holds_whole(group: ProcessGroup) -> bool:
+    """Whether a rank of this group has all of a weight, and nothing to gather."""
+    return group.size() == 1
 
 
 def sharded_chunk(chunk: nn.Module) -> ShardedChunk | None:

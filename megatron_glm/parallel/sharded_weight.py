@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_glm.ops.fp8 import FP8
-from megatron_glm.ops.grad_sum import GradSum, set_grad_sum
+from megatron_glm.ops.grad_sum import GradSum, add_pieces, set_grad_sum
 from megatron_glm.parallel.collectives import all_gather_single, reduce_scatter_single
 from megatron_glm.parallel.shard import shard_dim
 from megatron_glm.parallel.whole_weights import HELD_COPY, CopyOf
@@ -62,9 +63,9 @@ class ShardedWeight:
             piece.contiguous(), self.mesh, placement, run_check=False, shape=self.shape, stride=self.stride
         )
 
-    @property
+    @cached_property
     def piece(self) -> Tensor:
-        """This rank's rows of the master; shares its memory."""
+        """This rank's rows of the master, in its memory: of the first forward on, where it has its last."""
         master = self.master.detach()
         assert isinstance(master, DTensor)
         return master.to_local()
@@ -167,7 +168,7 @@ class Reduction:
         self.weight, total = weight, weight.total
         weight.total = None
         ranks, group = weight.group.size(), weight.group
-        self.scatters = total.dtype == torch.float32 and dist.get_backend(group) == "nccl"
+        self.scatters = total.dtype == torch.float32 and has_nccl(group)
         own = (*weight.shape[: weight.dim], weight.counts[group.rank()], *weight.shape[weight.dim + 1 :])
         if weight.dim:  # which all ranks divide
             parts = total.view(*weight.shape[: weight.dim], ranks, weight.rows, *weight.shape[weight.dim + 1 :])
@@ -176,15 +177,17 @@ class Reduction:
             total = torch.cat([total, total.new_zeros(ranks * weight.rows - len(total), *total.shape[1:])])
         self.sent = total.contiguous()
         self.received = total.new_empty(weight.piece_shape if self.scatters else (ranks, *own))
-        self.sum = self.received[: own[0]] if self.scatters else torch.empty(own, device=total.device)
-        self.present = weight.master.grad
-        if self.present is None:
-            weight.master.grad = weight.distributed(self.sum)
+        grad, self.adds = weight.master.grad, weight.master.grad is not None
+        if grad is None:
+            grad = self.received[: own[0]] if self.scatters else torch.empty(own, device=total.device)
+            grad = weight.master.grad = weight.distributed(grad)
+        assert isinstance(grad, DTensor)
+        self.grad = grad.to_local()
 
     def issue(self, asynchronous: bool) -> dist.Work | None:
         group = self.weight.group
         if self.scatters:
-            return reduce_scatter_single(self.received, self.sent, group=group, async_op=asynchronous)
+            return reduce_scatter_single(self.received.view(-1), self.sent.view(-1), group=group, async_op=asynchronous)
         size = math.prod(self.weight.shape) // self.weight.shape[self.weight.dim] * self.sent.itemsize
         sent, received = [count * size for count in self.weight.counts], self.received[0].nbytes
         into = _bytes(self.received)
@@ -194,13 +197,13 @@ class Reduction:
 
     def finish(self) -> None:
         if not self.scatters:
-            first, *others = self.received.unbind()
-            self.sum.copy_(first)
-            for piece in others:
-                self.sum.add_(piece)
-        if self.present is not None:
-            assert isinstance(self.present, DTensor)
-            self.present.to_local().add_(self.sum)
+            add_pieces(self.grad, self.received, self.adds)
+        elif self.adds:
+            self.grad.add_(self.received[: len(self.grad)])
+
+
+def has_nccl(group: ProcessGroup) -> bool:
+    return dist.get_backend(group) == "nccl"
 
 
 def _bytes(tensor: Tensor) -> Tensor:

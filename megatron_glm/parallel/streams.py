@@ -55,7 +55,7 @@ def _handed(x: Tensor, giver: torch.cuda.Stream, taker: torch.cuda.Stream) -> Te
 class Transfer:
     """Collectives that run beside what the caller does next: on a CUDA stream of their own, or in gloo's threads.
 
-    Memory that they use is kept as long as this object is: drop it behind `wait`.
+    Memory that the caller's stream allocated for them must be kept until `wait`.
 
     Args:
         issue: starts them, given whether to do so asynchronously; returns what to wait for then.
@@ -70,10 +70,9 @@ class Transfer:
         finish: Callable[[], None],
         after: Sequence[torch.Event] | None = None,
     ) -> None:
-        self._works: list[dist.Work] = []
-        self._finish, self._done = finish, None
+        self._done: torch.Event | None = None
         if device.type != "cuda":
-            self._works = issue(True)
+            self._works, self._finish = issue(True), finish
             return
         stream, current = _transfers(device), torch.cuda.current_stream(device)
         for event in [current.record_event()] if after is None else after:
@@ -87,12 +86,11 @@ class Transfer:
         """What is started next, on the current stream, follows them. May be called on several streams."""
         if self._done is not None:
             torch.cuda.current_stream().wait_event(self._done)
-            return
-        works, self._works = self._works, []
-        for work in works:
-            work.wait()
-        if works:
-            self._finish()
+        elif self._finish is not None:
+            finish, self._finish = self._finish, None
+            for work in self._works:
+                work.wait()
+            finish()
 
 
 @cache

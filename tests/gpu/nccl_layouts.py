@@ -29,6 +29,10 @@ LAYOUTS = {
         "pp2": ParallelConfig(pipeline_model_parallel_size=2),
         "pp2 vp2": ParallelConfig(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1),
         FEW: ParallelConfig(),
+        "dp2 slabs": ParallelConfig(data_parallel_sharding="slabs"),
+        "ep2 slabs reduced every time": ParallelConfig(
+            expert_model_parallel_size=2, data_parallel_sharding="slabs", grad_sync="every"
+        ),
     },
     4: {
         "pp2 ep2": ParallelConfig(pipeline_model_parallel_size=2, expert_model_parallel_size=2),

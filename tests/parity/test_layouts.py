@@ -37,6 +37,7 @@ ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
 KEPT = {"reshard_after_forward": False, "reshard_experts_after_forward": False}
 EVERY = {"grad_sync": "every"}
 ZERO_BUBBLE = {"pipeline_schedule": "zero-bubble"}
+SLABS = {"data_parallel_sharding": "slabs"}
 
 # Data parallelism is what is left of the ranks.
 GRID = {
@@ -82,6 +83,7 @@ GRID = {
         "cp2 pp2 vp2 selective recompute": layout(cp=2, pp=2, vp=2, **SELECTIVE),
         "ep2 pp2 vp2 full recompute": layout(ep=2, pp=2, vp=2, **FULL),
         "ep4 hybrid 2x2": layout(ep=4, **HYBRID2),
+        "dp2 cp2 slabs": layout(kind="few", cp=2, **SLABS),
     },
     8: {
         "tp2 cp2 ep8": layout(kind="few", tp=2, cp=2, ep=8),
@@ -102,6 +104,7 @@ GRID = {
         "ep2 pp4 vp2": layout(ep=2, pp=4, vp=2, kind="deep"),
         "ep8 hybrid 2x4": layout(ep=8, kind="wide", **HYBRID4),
         "tp2 ep8 hybrid 4x2": layout(tp=2, ep=8, **HYBRID2),
+        "tp2 cp2 pp2 vp2 slabs": layout(tp=2, cp=2, pp=2, vp=2, **SLABS),
     },
 }
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megatron_glm.config import IndexerConfig, LoraConfig, LossConfig, ParallelConfig, RunConfig
 from megatron_glm.model.glm import GLMChunk
 from megatron_glm.ops.fp8 import FP8
-from megatron_glm.parallel import fsdp
+from megatron_glm.parallel import fsdp, sharded, sharded_weight
 from megatron_glm.parallel.fsdp import local, reduce_partial_gradients
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.shard import shard_dim
@@ -31,10 +31,9 @@ from tests import distributed
 from tests.distributed import close_groups
 from tests.finetune import finetune, write_rows
 from tests.parity.layouts import pack, parity_model, run_config
-from tests.parity.test_layouts import EVERY, FULL, KEPT, SELECTIVE, ZERO_BUBBLE, layout
+from tests.parity.test_layouts import EVERY, FULL, KEPT, SELECTIVE, SLABS, ZERO_BUBBLE, layout
 
 pytestmark = pytest.mark.timeout(300)
-SLABS = {"data_parallel_sharding": "slabs"}
 MTP, ADAPTERS = LossConfig(2), LoraConfig(lora_rank=4, lora_expert_rank=8)
 ON_FP8 = replace(ADAPTERS, base_precision="fp8")
 FEW = {"model": parity_model(4, n_routed_experts=2)}  # of 4 ranks, which share them along another dim
@@ -202,6 +201,26 @@ def different(world_size: int) -> dict[str, list[str]]:
 @pytest.mark.parametrize(("world_size", "name"), [(size, name) for size, cases in CASES.items() for name in cases])
 def test_steps_are_those_of_whole_weights(world_size, name):
     assert different(world_size)[name] == []
+
+
+def as_with_nccl(config: RunConfig) -> list[str]:
+    """What is another with the calls that NCCL gets: coalesced gathers and reductions, by scattering where in fp32."""
+    other = steps_of(config, whole=False)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (sharded, sharded_weight):
+            patch.setattr(module, "has_nccl", lambda group: True)
+        ours = steps_of(config, whole=False)
+    return [name for name in ours if not all(map(torch.equal, ours[name], other[name]))]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"model": parity_model(4, n_routed_experts=1, num_experts_per_tok=1)}], ids=str
+)
+def test_the_calls_of_nccl_give_the_same(changes):
+    """Two ranks, where the order of a sum does not matter; a vocabulary of 97 and one expert are cut otherwise."""
+    model = replace(changes.get("model", parity_model(4)), vocab_size=97)
+    every = layout(**SLABS, **EVERY)[1]
+    assert sum(distributed.run(2, as_with_nccl, configured(every, 4, model=model)), []) == []
 
 
 def live_storages() -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""A gradient added to its fp32 sum in one pass, in Triton; imported on CUDA only."""
+"""Gradients added up in fp32 in one pass, in Triton; imported on CUDA only."""
 
 from __future__ import annotations
 
@@ -27,3 +27,22 @@ def add_widened(addend: Tensor | None, narrow: Tensor) -> Tensor:
         grid, given = (triton.cdiv(narrow.numel(), BLOCK),), total if addend is None else addend
         _add_widened[grid](total, given, narrow.contiguous(), narrow.numel(), addend is None, BLOCK, num_warps=8)
     return total
+
+
+@triton.jit
+def _add_pieces(into, pieces, size, count: tl.constexpr, adds: tl.constexpr, block: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    total = tl.load(pieces + i, mask=i < size).to(tl.float32)
+    for _ in range(1, count):
+        pieces += size
+        total += tl.load(pieces + i, mask=i < size).to(tl.float32)
+    if adds:
+        total += tl.load(into + i, mask=i < size)
+    tl.store(into + i, total, mask=i < size)
+
+
+def add_pieces(into: Tensor, pieces: Tensor, adds: bool) -> None:
+    """`ops.grad_sum.add_pieces` in one pass over contiguous tensors."""
+    if into.numel():
+        grid = (triton.cdiv(into.numel(), BLOCK),)
+        _add_pieces[grid](into, pieces, into.numel(), len(pieces), adds, BLOCK, num_warps=8)
