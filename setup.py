@@ -15,12 +15,10 @@ EXTRAS = {
 EXTRAS |= {entry.extra: entry.requirements for entry in PACKAGES["SETS"]}  # Hopper kernels, with the torch they fit
 
 setup(
-    name="megatron-glm",
-    version="0.1.0",
-    description="An explicit-parallelism trainer for the GLM-5 family",
-    license="Apache-2.0",
-    python_requires=">=3.11",
-    packages=find_packages(include=["megatron_glm", "megatron_glm.*"]),
+    # The scripts go along: tools/ as a package of its own, the two trainers as modules.
+    packages=[*find_packages(include=["megatron_glm", "megatron_glm.*"]), "megatron_glm_tools"],
+    package_dir={"megatron_glm_tools": "tools"},
+    py_modules=["finetune_glm", "pretrain_glm"],
     package_data={"megatron_glm": ["presets/*.json", "py.typed"]},
     install_requires=["torch>={}.{}".format(*PACKAGES["TORCH"]), *PACKAGES["REQUIRED"]],
     extras_require=EXTRAS,

@@ -21,7 +21,7 @@ environment=${VIRTUAL_ENV:-${CONDA_PREFIX:-$PWD/.venv}}
 python=$environment/bin/python
 stamp=$environment/.megatron_glm_setup # what was set up; "unfinished" in the meantime
 log=$environment/.megatron_glm_setup.log
-files="$PWD $(cat setup.py megatron_glm/packages.py examples/setup.sh | cksum)"
+files="$PWD $(cat pyproject.toml setup.py megatron_glm/packages.py examples/setup.sh | cksum)"
 
 # hopper: a GPU that the kernels serve, with a driver for CUDA 13; gpu: another one; or cpu.
 hardware() {

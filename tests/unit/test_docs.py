@@ -13,19 +13,23 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from megatron_glm import commands as installed
 from megatron_glm.config import DataConfig, PretrainDataConfig
 from megatron_glm.config.flags import build_parser
 from tests.preloaded import python
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 NEEDS = "# needs: "
+INSTALLED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 FREE = {"hf", "git", "source", "export", "cd", "mkdir"}  # not ours
 ARGUMENTS_ALONE = {
     f"tools/{name}.py" for name in ("convert_hf", "export_adapter", "benchmark", "rehearse_start", "rehearse_save")
@@ -64,7 +68,7 @@ def check(words: list[str]) -> None:
         from torch.distributed.run import get_args_parser
 
         flags = get_args_parser().parse_args(rest)
-        check(["python", flags.training_script, *flags.training_script_args])
+        check([*([] if flags.no_python else ["python"]), flags.training_script, *flags.training_script_args])
     elif program in ("bash", "sbatch"):
         script = next(word for word in rest if not word.startswith("--"))
         assert (ROOT / script).is_file(), script
@@ -84,10 +88,19 @@ def check(words: list[str]) -> None:
     elif program.startswith("python"):
         assert (ROOT / rest[0]).is_file(), words
         known_flags(rest[0], rest[1:])
+    elif program in INSTALLED:
+        check(["python", script_of(INSTALLED[program]), *rest])
     elif program == "make":
         assert all(re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M) for target in rest), words
     else:
         assert program in FREE, words
+
+
+def script_of(entry: str) -> str:
+    """What an installed command runs."""
+    with mock.patch.object(installed, "run") as ran:
+        getattr(installed, entry.split(":")[1])()
+    return ran.call_args.args[0]
 
 
 def known_flags(script: str, flags: list[str]) -> None:
@@ -193,7 +206,7 @@ def test_links_and_named_files_exist(page):
 
 def test_every_page_is_linked():
     linked_pages = re.findall(r"\]\((docs/[^)#]+\.md)", (ROOT / "README.md").read_text())
-    assert sorted(set(linked_pages)) == PAGES[1:]
+    assert sorted(set(linked_pages)) == PAGES[2:]
 
 
 def test_a_flag_that_does_not_exist_is_found():
