@@ -31,14 +31,16 @@ from megatron_glm.parallel.streams import Transfer
 from megatron_glm.parallel.whole_weights import WholeWeights
 from megatron_glm.torch_private import private
 
-coalescing, queue_callback, tree_leaves = private(
+coalescing, current_backward, queue_callback, tree_leaves = private(
     __name__,
     "torch.distributed.distributed_c10d._coalescing_manager",
+    "torch._C._current_graph_task_id",
     "torch.autograd.Variable._execution_engine.queue_callback",
     "torch.utils._pytree.tree_leaves",
 )
 
 SHARDED = "sharded"  # attribute of a chunk
+NO_BACKWARD = -1  # `current_backward` outside of any
 LAYER, EXPERTS, VOCABULARY, ROOT = "layer", "experts", "vocabulary", "root"  # kinds of units
 WHOLE_CHUNK, FIRST = -2, -1  # depths of what a chunk has beside its layers, and of the embedding
 
@@ -180,7 +182,7 @@ class ShardedChunk:
         self._following = _pairs(units)
         self._preceding = _pairs(sorted(units, key=lambda unit: -unit.depth))  # experts behind the rest of their layer
         self.sync, self.last = True, True
-        self._in_backward = False
+        self._backward = NO_BACKWARD  # the last one that has come to this chunk
         self._begun: list[Unit] = []  # whose backward is not done
         self._pending: tuple[Transfer, list[Reduction]] | None = None
         for unit in units:
@@ -209,8 +211,11 @@ class ShardedChunk:
                 unit.wait()
 
     def _before_forward(self, unit: Unit) -> None:
+        recomputes = current_backward() != NO_BACKWARD
+        if not recomputes:
+            self._release_begun()  # of a backward that has failed
         unit.gather()
-        if not self._in_backward:  # else a recomputation
+        if not recomputes:
             self._gather_next(unit, self._following)
         unit.wait()
         unit.show()
@@ -221,7 +226,7 @@ class ShardedChunk:
         unit.running = False
         if not unit.in_use:
             unit.release()
-        if torch.is_grad_enabled() and not self._in_backward:
+        if torch.is_grad_enabled() and current_backward() == NO_BACKWARD:
             passed = set(map(id, tree_leaves(inputs)))  # what is only handed on belongs to an earlier unit
             for tensor in tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad and id(tensor) not in passed:
@@ -229,15 +234,14 @@ class ShardedChunk:
 
     def _before_backward(self, unit: Unit) -> None:
         """A gradient of the unit's output is there."""
-        if not self._in_backward:
-            self._in_backward = True
+        if self._backward != current_backward():
+            self._backward = current_backward()
             queue_callback(self._after_backward)
         if unit.differentiated or unit.depth < 0:
             return
+        done = self._release_begun(unit.depth)
         unit.differentiated = True
-        done = [begun for begun in self._begun if begun.depth > unit.depth]
-        self._begun = [unit, *(begun for begun in self._begun if begun not in done)]
-        self._release(done)
+        self._begun.append(unit)
         if unit.returns:
             unit.gather()
             unit.wait()
@@ -247,24 +251,27 @@ class ShardedChunk:
                 self._reduce(each)
 
     def _after_backward(self) -> None:
-        self._in_backward = False
-        self._release(self._begun)
-        self._begun = []
+        self._release_begun()
         if self.sync:
             self.reduce(self.last)
 
-    def _release(self, units: list[Unit]) -> None:
-        for unit in units:
+    def _release_begun(self, depth: int = WHOLE_CHUNK) -> list[Unit]:
+        """The backward of what lies deeper is done: returns these units."""
+        done = [unit for unit in self._begun if unit.depth > depth]
+        self._begun = [unit for unit in self._begun if unit.depth <= depth]
+        for unit in done:
             unit.differentiated = False
             unit.release()
+        return done
 
     def _gather_next(self, unit: Unit, order: dict[Unit, Unit]) -> None:
         """Start to gather what comes next, of the units that run at all, while this one computes."""
         following = order.get(unit)
         while following is not None and not following.has_run:
             following = order.get(following)
-        wanted = following is not None and (following.returns or not self._in_backward)
-        if following is not None and wanted and not self._must_wait(following):
+        if following is None or self._must_wait(following):
+            return
+        if following.returns or order is self._following:
             following.gather()
 
     @staticmethod
@@ -304,10 +311,11 @@ def shard_into_slabs(
 ) -> None:
     """`fsdp.shard_chunk` with `ShardedChunk`, which is the chunk's attribute `SHARDED` then.
 
-    What only one rank has to hold is computed with by `WholeWeights`.
+    What only one rank has to hold is computed with by `WholeWeights`. Weights in FP8 are shared, their scales are not.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if bf16 else torch.float32
+    meshes = {group: DeviceMesh.from_group(group, device) for group in {groups.edp, groups.dp_cp}}
     taken: set[nn.Parameter] = set()
     units: list[tuple[int, bool, Unit]] = []
 
@@ -327,8 +335,7 @@ def shard_into_slabs(
             in_fp8 = {parameter for parameter in module.parameters() if parameter.dtype == FP8}
             WholeWeights(module, taken | in_fp8, dtype, keep=keep, narrow=experts)
         elif mine:
-            mesh = DeviceMesh.from_group(group, device)
-            weights = [ShardedWeight(*place, group, mesh, dtype, narrow=experts) for place in mine]  # scales stay whole
+            weights = [ShardedWeight(*place, group, meshes[group], dtype, narrow=experts) for place in mine]
             size = sum(weight.nbytes for weight in weights)
             slab = Slab(size) if keep or kind == ROOT else slabs.turn(kind, size)
             unit = Unit(module, weights, slab, depth, returns=kind in (LAYER, EXPERTS))

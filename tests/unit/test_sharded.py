@@ -127,6 +127,23 @@ def test_a_recomputation_gathers_nothing_of_the_layers_behind(shares, monkeypatc
     assert [entry for entry in backward if entry.startswith("+")] == "+2 +2e +1 +1e +0".split()
 
 
+def test_a_backward_that_fails_leaves_nothing(shares, monkeypatch):
+    """The next step is what it would have been."""
+    config = configured()
+    engine, chunk, state = built(config)
+    expected = [loss["lm"] for loss in engine.forward_backward(packs_of(config), COUNTS)]
+    gradients = {name: local(p.grad).clone() for name, p in chunk.named_parameters() if p.grad is not None}
+    chunk.zero_grad()
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardedChunk, "_gather_next", lambda self, unit, order: 1 / (order is self._following))
+        with pytest.raises(ZeroDivisionError):
+            engine.forward_backward(packs_of(config), COUNTS)
+    for weight in (weight for unit in state.units for weight in unit.weights):
+        weight.total = weight.master.grad = None
+    assert [loss["lm"] for loss in engine.forward_backward(packs_of(config), COUNTS)] == expected
+    assert all(torch.equal(local(chunk.get_parameter(name).grad), grad) for name, grad in gradients.items())
+
+
 def test_a_layer_that_is_not_done_keeps_its_slab(shares):
     _, _, state = built(configured())
     first, second, *_ = (unit for unit in state.units if unit.slab is state.units[2].slab)
