@@ -15,6 +15,7 @@ from megatron_glm.ops.grad_sum import add_pieces
 from megatron_glm.parallel import sharded
 from megatron_glm.parallel.fsdp import local, reduce_gradients, set_gradient_sync
 from megatron_glm.parallel.sharded import ShardedChunk, Unit, sharded_chunk
+from megatron_glm.parallel.streams import Transfer
 from megatron_glm.parallel.whole_weights import held_copy
 from megatron_glm.training.engine import Engine
 from megatron_glm.training.evaluate import evaluate
@@ -72,6 +73,29 @@ def test_slabs_train_as_whole_weights(recompute, reshard, monkeypatch):
     ours, shards = trained(config)
     assert len(set(losses)) == 4 and ours == losses and shards.keys() == whole.keys()
     assert all(torch.equal(shards[name], tensor) for name, tensor in whole.items())
+
+
+class LateTransfer(Transfer):
+    """Nothing arrives before it is waited for."""
+
+    def __init__(self, device, issue, finish, after=None) -> None:
+        def late() -> None:
+            issue(False)
+            finish()
+
+        super().__init__(device, lambda asynchronous: [], late, after)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("ahead", [True, False], ids=["gathered ahead", "gathered when needed"])
+def test_what_is_needed_is_gathered_and_waited_for(recompute, ahead, shares, monkeypatch):
+    config = configured(parallel=replace(SLABS, recompute_granularity=recompute))
+    losses, expected = trained(config)
+    monkeypatch.setattr(sharded, "Transfer", LateTransfer)
+    if not ahead:
+        monkeypatch.setattr(ShardedChunk, "_gather_next", lambda *_: None)
+    late, parameters = trained(config)
+    assert late == losses and all(torch.equal(parameters[name], tensor) for name, tensor in expected.items())
 
 
 def order_of(config: RunConfig, monkeypatch) -> list[str]:
