@@ -286,7 +286,7 @@ class ShardedChunk:
             return
         self._wait_for_gradients()  # so that only one unit's gradients are held for the way
         parts = [Reduction(weight) for weight in weights]
-        group, device = weights[0].group, parts[0].sent.device
+        group = weights[0].group
         by_kind = [[part.issue for part in parts if part.scatters], [part.issue for part in parts if not part.scatters]]
 
         def issue(asynchronous: bool) -> list[dist.Work]:
@@ -298,7 +298,7 @@ class ShardedChunk:
             for part in parts:
                 part.finish()
 
-        self._pending = Transfer(device, issue, finish), parts
+        self._pending = Transfer(unit.device, issue, finish), parts
 
     def _wait_for_gradients(self) -> None:
         if self._pending is not None:
