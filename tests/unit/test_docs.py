@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 NEEDS = "# needs: "
 INSTALLED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-FREE = {"hf", "git", "source", "export", "cd", "mkdir"}  # not ours
+FREE = {"hf", "git", "docker", "apptainer", "source", "export", "cd", "mkdir"}  # not ours
 ARGUMENTS_ALONE = {
     f"tools/{name}.py" for name in ("convert_hf", "export_adapter", "benchmark", "rehearse_start", "rehearse_save")
 }
