@@ -2,7 +2,8 @@
 SHELL := /bin/bash
 # More threads than idle cores make small models many times slower.
 export OMP_NUM_THREADS ?= 1
-.PHONY: setup test check
+MKDOCS := mkdocs==1.6.1
+.PHONY: setup test check docs
 
 setup:
 	@bash examples/setup.sh
@@ -15,3 +16,8 @@ test:
 check:
 	@python=$$(bash examples/setup.sh) && $$python -m ruff check . && $$python -m ruff format --check . \
 	&& $$python -m pyright --pythonpath $$python
+
+# The pages as a site in build/site; a link that leads nowhere is an error.
+docs:
+	@python=$$(bash examples/setup.sh) && { $$python -c 'import mkdocs' 2>/dev/null || $$python -m pip install -q $(MKDOCS); } \
+	&& $$python -m mkdocs build -q && echo build/site/index.html

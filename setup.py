@@ -10,6 +10,7 @@ EXTRAS = {
     "test": ["pytest", "pytest-timeout", *CHECKS, "transformers>=5.24", "peft", "pyarrow", "sentencepiece", *LOGGING],
     "data": ["pyarrow", "sentencepiece"],
     "logging": LOGGING,
+    "docs": ["mkdocs==1.6.1"],
     "te": ["transformer-engine[pytorch,core-cu13]==2.20.2"],
 }
 EXTRAS |= {entry.extra: entry.requirements for entry in PACKAGES["SETS"]}  # Hopper kernels, with the torch they fit

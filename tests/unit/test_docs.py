@@ -204,6 +204,27 @@ def test_links_and_named_files_exist(page):
         assert (ROOT / name).exists(), name
 
 
+def slug(heading: str) -> str:
+    """The anchor of a heading, as GitHub and mkdocs make it."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_anchors_of_links_exist(page):
+    for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#([^)]+)\)", (ROOT / page).read_text()):
+        file = (ROOT / page).parent / target if target else ROOT / page
+        headings = re.findall(r"^#+ (.+)$", file.read_text(), re.M)
+        assert anchor in map(slug, headings), (target, anchor)
+
+
+def test_the_site_has_every_page_once():
+    """mkdocs, which `make docs` runs, is no package of the tests: its settings are read as text."""
+    pages = re.findall(r"(?:- |: )([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert sorted(pages) == [page.removeprefix("docs/") for page in PAGES[2:]]
+    made = re.search(r'"docs": \["(mkdocs==[\d.]+)"\]', (ROOT / "setup.py").read_text())
+    assert made and f"MKDOCS := {made[1]}\n" in (ROOT / "Makefile").read_text()
+
+
 def test_every_page_is_linked():
     linked_pages = re.findall(r"\]\((docs/[^)#]+\.md)", (ROOT / "README.md").read_text())
     assert sorted(set(linked_pages)) == PAGES[2:]
