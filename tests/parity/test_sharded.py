@@ -259,6 +259,24 @@ def test_a_forward_leaves_shards_and_two_slabs_a_kind(parallel):
         assert planned <= forward <= 1.1 * planned + 40_000 and step == forward, (rank, planned, forward, step)
 
 
+def in_fp8(config: RunConfig) -> tuple[int, int]:
+    """Numbers in FP8 that this rank holds, and that the planner says it holds."""
+    groups = ParallelGroups.create(config.parallel)
+    held = [local(p).numel() for _, _, p in parameters(build_chunks(config, groups)) if p.dtype == FP8]
+    plan = Plan.create(config, dist.get_world_size(), 4)
+    planned = plan.elements(groups.pp.rank(), groups.dp_cp.rank(), groups.edp.rank())[2]
+    close_groups(groups)
+    return sum(held), planned
+
+
+def test_experts_in_fp8_are_shared_as_planned():
+    config = configured(layout(**SLABS)[1], 3, lora=ON_FP8)
+    config = replace(config, optimizer=replace(config.optimizer, moe_router_bias_update_rate=0.0))
+    ranks = distributed.run(3, in_fp8, config)
+    assert all(held == planned for held, planned in ranks)
+    assert [held for held, _ in ranks] == [3 * 3 * n * 24 * 32 + n * 3 * 24 * 32 for n in (3, 3, 2)]  # MTP's, too
+
+
 def trained(folder: Path, *runs: dict[str, Any]) -> None:
     os.chdir(folder)
     os.environ["WORLD_SIZE"] = str(dist.get_world_size())
