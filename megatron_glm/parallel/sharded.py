@@ -148,7 +148,8 @@ class Unit:
         self._placed = True
 
     def _issue(self, asynchronous: bool) -> list[dist.Work]:
-        return _together(self.weights[0].group, [weight.gather for weight in self.weights], asynchronous)
+        gathers = [gather for weight in self.weights for gather in weight.gathers()]
+        return _together(self.weights[0].group, gathers, asynchronous)
 
     def _arrive(self) -> None:
         for weight in self.weights:

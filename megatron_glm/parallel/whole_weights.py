@@ -41,7 +41,7 @@ class WholeWeights:
             (owner, name)
             for owner in module.modules()
             for name, parameter in owner.named_parameters(recurse=False)
-            if parameter not in elsewhere and (parameter.dtype != dtype or (keep and _fp8_products(owner, name)))
+            if parameter not in elsewhere and (parameter.dtype != dtype or (keep and fp8_products_of(owner, name)))
         ]
         self.dtype, self.keep, self.narrow = dtype, keep, narrow
         self.copies: list[tuple[int, Tensor | Blocks] | None] = [None] * len(self.places)  # with the version copied
@@ -83,7 +83,7 @@ class WholeWeights:
     def _copy(self, i: int, into: Tensor | Blocks | None) -> Tensor | Blocks:
         """A copy of a master as it is now, in the memory of the one before."""
         master = self.masters[i]
-        if (products := _fp8_products(*self.places[i])) is not None:
+        if (products := fp8_products_of(*self.places[i])) is not None:
             assert into is None or isinstance(into, Blocks)
             return products.cast_weight(master.detach(), self.dtype, into)
         if isinstance(into, Tensor):
@@ -93,7 +93,7 @@ class WholeWeights:
         return copy
 
 
-def _fp8_products(module: nn.Module, name: str) -> Fp8Products | None:
+def fp8_products_of(module: nn.Module, name: str) -> Fp8Products | None:
     """Those of a module's weight that is multiplied in FP8; an adapter beside it is not."""
     products = getattr(module, "products", None)
     return products if isinstance(products, Fp8Products) and not name.endswith(ADAPTER) else None

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_glm.config import IndexerConfig, LoraConfig, LossConfig, ParallelConfig, RunConfig
+from megatron_glm.config import Fp8Config, IndexerConfig, LoraConfig, LossConfig, ParallelConfig, RunConfig
 from megatron_glm.model.glm import GLMChunk
 from megatron_glm.ops.fp8 import FP8
 from megatron_glm.parallel import fsdp, sharded, sharded_weight
@@ -36,6 +36,10 @@ from tests.parity.test_layouts import EVERY, FULL, KEPT, SELECTIVE, SLABS, ZERO_
 pytestmark = pytest.mark.timeout(300)
 MTP, ADAPTERS = LossConfig(2), LoraConfig(lora_rank=4, lora_expert_rank=8)
 ON_FP8 = replace(ADAPTERS, base_precision="fp8")
+ON_BLOCKS = {  # some weights are cut into whole blocks, others (q_a, o_proj) are not
+    "model": parity_model(4, moe_intermediate_size=128, q_lora_rank=128, qk_nope_head_dim=56, intermediate_size=256),
+    "fp8": Fp8Config(fp8="blockwise"),
+}
 FEW = {"model": parity_model(4, n_routed_experts=2)}  # of 4 ranks, which share them along another dim
 
 
@@ -171,6 +175,8 @@ CASES = {
         "ep2 selective recompute": ({}, layout(ep=2, **SLABS, **SELECTIVE)),
         "dp2 mtp full recompute": ({"losses": MTP}, layout(**SLABS, **FULL)),
         "cp2 adapters on experts in fp8": ({"lora": ON_FP8}, layout(cp=2, **SLABS)),
+        "dp2 fp8 full recompute": (ON_BLOCKS, layout(**SLABS, **FULL)),
+        "dp2 fp8 kept, reduced every time": (ON_BLOCKS, layout(**SLABS, **KEPT, **EVERY)),
         "dp2 indexer": ({"indexer": IndexerConfig("sparse")}, layout(**SLABS)),
         "dp2 indexer warm-up": ({"indexer": IndexerConfig("warmup")}, layout(**SLABS)),
     },

@@ -9,8 +9,9 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from megatron_glm.config import ParallelConfig, RunConfig
+from megatron_glm.config import Fp8Config, ParallelConfig, RunConfig
 from megatron_glm.model.glm import GLMChunk
+from megatron_glm.ops.fp8 import FP8
 from megatron_glm.ops.grad_sum import add_pieces
 from megatron_glm.parallel import sharded
 from megatron_glm.parallel.fsdp import local, reduce_gradients, set_gradient_sync
@@ -210,6 +211,26 @@ def test_gradients_wait_until_they_are_to_be_reduced(shares, monkeypatch):
     for name, gradient in grad["each"].items():
         assert torch.allclose(gradient, grad["last"][name], rtol=1e-5, atol=1e-7)
         assert torch.equal(grad["last"][name], grad["by itself"][name])
+
+
+def test_weights_that_fp8_products_take_are_gathered_in_fp8(shares):
+    """With a scale for each block of 128 x 128; in bf16 where a piece is no whole blocks (o_proj has 32 rows here)."""
+    sizes = {"moe_intermediate_size": 128, "q_lora_rank": 128, "qk_nope_head_dim": 56, "intermediate_size": 256}
+    config = replace(configured(), model=parity_model(5, **sizes), fp8=Fp8Config(fp8="blockwise"))
+    _, chunk, state = built(config)
+    names = {parameter: name for name, parameter in chunk.named_parameters()}
+    weights = {names[weight.master]: weight for unit in state.units for weight in unit.weights}
+    cast = {name.removeprefix("layers.1.") for name, weight in weights.items() if weight.cast is not None}
+    in_layer = {name for name in cast if not name.startswith("layers.")}
+    assert in_layer == {
+        *(f"self_attn.{name}_proj.weight" for name in ("q_a", "q_b")),
+        *(f"mlp.shared_experts.{name}_proj.weight" for name in ("gate", "up")),
+        *(f"mlp.experts.{name}" for name in ("gate_up", "down")),
+    }
+    experts = weights["layers.1.mlp.experts.gate_up"]
+    values, scales = experts.parts
+    assert (values.dtype, scales.dtype, scales.shape) == (FP8, torch.float32, (8, 2, 1))
+    assert experts.nbytes == 8 * 256 * 32 + 256, "64 bytes of scales, with room to the next weight"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
