@@ -7,7 +7,7 @@ import argparse
 GPU_TYPES = ("h100", "h200")
 PLAN_SIZES = ("nnodes", "nproc_per_node", "gpu_memory_gb", "nvlink_gb_per_second", "nic_gb_per_second")
 REHEARSAL_FLAGS = ("rehearse_rank", "rehearse_json", "rehearse_routing")
-PLAN_FLAGS = ("dry_run", *PLAN_SIZES, "gpu_type", "calibration", *REHEARSAL_FLAGS)
+PLAN_FLAGS = ("dry_run", *PLAN_SIZES, "gpu_type", "calibration", "picture", *REHEARSAL_FLAGS)
 
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +31,9 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--calibration", metavar="FILE", help="plan with the times that benchmark.py step measured on such a GPU"
+    )
+    group.add_argument(
+        "--picture", metavar="FILE", help="draw the pipeline and the memory of its ranks, as .png or .svg"
     )
     group.add_argument(
         "--rehearse-rank", type=int, metavar="R", help="run two steps of this rank alone, the others are its mirrors"

@@ -50,6 +50,8 @@ def search(flags: argparse.Namespace, data: DataSection) -> tuple[Machine, list[
     for name in ("dry_run", "nnodes"):
         if name in given:
             raise ValueError(f"{flag_name(name)} does not go with search: --gpus says on how many it plans")
+    if "picture" in given:
+        raise ValueError(f"--picture {given['picture']} is of one plan: give it with the flags of the layout it found")
     refuse_rehearsal(flags)
     for name in ("gpus", "results"):
         if given.get(name, 1) < 1:

@@ -21,6 +21,7 @@ from megatron_glm.data.blend import parse_blend
 from megatron_glm.model.pack import work_per_rank
 from megatron_glm.parallel.pipeline.simulate import Simulation
 from megatron_glm.planner.machine import MEASURED_ROWS, Machine, machine_of
+from megatron_glm.planner.picture import check_picture, draw_plan
 from megatron_glm.planner.plan import GIB, Plan
 from megatron_glm.planner.time import StepTime, step_time, unpredictable
 from megatron_glm.planner.traffic import traffic, transfer_seconds
@@ -37,8 +38,14 @@ def print_plan(flags: argparse.Namespace, data: DataSection = DataConfig) -> Non
         check_sizes(flags)
         ranks, per_node = ranks_of(flags)
         machine = machine_of(flags)
+        picture = Path(flags.picture) if "picture" in flags else None
+        if picture is not None:
+            check_picture(picture)
         config, warnings = planned_config(flags, data)
-        lines = list(report(Plan.create(config, ranks, per_node), machine))
+        plan = Plan.create(config, ranks, per_node)
+        lines = list(report(plan, machine))
+        if picture is not None:
+            draw_plan(plan, None if unpredictable(config) else step_time(plan, machine), picture, machine.memory)
     except ValueError as error:
         refuse(str(error))
     print_always_so(flags)

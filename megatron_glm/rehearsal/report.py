@@ -6,6 +6,7 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -14,12 +15,12 @@ from megatron_glm.config import DataConfig
 from megatron_glm.config.flags import DataSection, refuse
 from megatron_glm.parallel.pipeline.schedule import BACKWARD, FORWARD, WEIGHT
 from megatron_glm.parallel.pipeline.simulate import Simulation, simulate
+from megatron_glm.planner import picture
+from megatron_glm.planner.picture import NAMES
 from megatron_glm.planner.plan import GIB, RESERVE
 from megatron_glm.planner.time import transfers
 from megatron_glm.planner.traffic import rank_traffic
 from megatron_glm.rehearsal.run import Rehearsal, rehearse
-
-NAMES = {FORWARD: "forward", BACKWARD: "backward", WEIGHT: "weight gradients"}
 
 
 def print_rehearsal(flags: argparse.Namespace, data: DataSection = DataConfig) -> None:
@@ -204,31 +205,16 @@ def _gib(nbytes: int | None) -> str:
 def write(found: Rehearsal, file: Path) -> None:
     """The report as JSON in `file`, and the picture beside it as .png, where matplotlib is installed."""
     file.write_text(json.dumps(as_json(found), indent=1) + "\n")
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
+    if find_spec("matplotlib") is None:
         print("no picture: matplotlib is not installed (pip install matplotlib)")
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (above, below) = plt.subplots(2, 1, figsize=(10, 7))
-    run = predicted(found)
-    colors = {FORWARD: "tab:blue", BACKWARD: "tab:orange", WEIGHT: "tab:green"}
-    for rank, spans in enumerate(run.spans):
-        for kind in colors:
-            bars = [(start, end - start) for start, end, action in spans if action.kind == kind]
-            above.broken_barh(bars, (rank - 0.4, 0.8), facecolors=colors[kind], edgecolors="white", linewidth=0.3)
-    above.set(xlabel="seconds", ylabel="pipeline rank", title=f"predicted step, from rank {found.rank}'s times")
-    above.invert_yaxis()
-    rows = {kind: row for kind, row in memory(found).items() if kind in found.held or kind == "activations"}
-    places = range(len(rows))
+    made, (above, below) = picture.figure(2)
+    picture.draw_timeline(above, predicted(found), f"seconds, from the times of rank {found.rank}")
+    rows = {kind: row for kind, row in memory(found).items() if row["measured"] is not None}
     for shift, name in ((-0.2, "planned"), (0.2, "measured")):
         sizes = [(row[name] or 0) / GIB for row in rows.values()]
-        below.barh([place + shift for place in places], sizes, 0.4, label="here" if name == "measured" else name)
-    below.set(yticks=list(places), yticklabels=list(rows), xlabel="GiB", title="memory by kind")
+        below.barh([place + shift for place in range(len(rows))], sizes, 0.4, label=name)
+    below.set(yticks=range(len(rows)), yticklabels=list(rows), xlabel="GiB", title="memory by kind")
     below.invert_yaxis()
     below.legend()
-    figure.tight_layout()
-    figure.savefig(file.with_suffix(".png"), dpi=100)
-    plt.close(figure)
+    picture.save(made, file.with_suffix(".png"))

@@ -150,6 +150,8 @@ def rehearse(flags: argparse.Namespace, data: DataSection = DataConfig) -> Rehea
     ranks, per_node = ranks_of(flags)
     if "RANK" in os.environ:
         raise ValueError(f"--rehearse-rank {rank} is one process: start it without torchrun or srun")
+    if "picture" in given:
+        raise ValueError(f"--picture {given['picture']} is of a plan: --rehearse-json FILE draws one beside FILE")
     if not 0 <= rank < ranks:
         raise ValueError(f"--rehearse-rank {rank}: there are ranks 0 to {ranks - 1} (--nnodes x --nproc-per-node)")
     machine = machine_of(flags)

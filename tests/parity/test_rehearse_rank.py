@@ -142,6 +142,7 @@ def test_a_rehearsed_rank_is_the_real_one(ranks, name, rank):
         ("--rehearse-rank 0 --eval-only", "--rehearse-rank with --eval-only: a rehearsal trains"),
         ("--rehearse-rank 0 --global-batch-size 3", "--global-batch-size"),
         ("--rehearse-rank 0 --dry-run", "--rehearse-rank does not go with a plan, which runs nothing"),
+        ("--rehearse-rank 0 --picture a.png", "--picture a.png is of a plan: --rehearse-json FILE draws one beside"),
         ("--rehearse-json a.json", "--rehearse-json needs --rehearse-rank"),
     ],
 )

@@ -365,3 +365,27 @@ def test_the_scripts_plan_without_torchrun(script, tmp_path):
     assert "layout: 4 ranks on 1 nodes of 4: TP 1 CP 1 DP 2 PP 2" in done.stdout
     assert "verdict: fits" in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_a_plan_is_drawn(ending, tmp_path, capsys):
+    """With times on GPUs, in operations where none are predicted."""
+    file = tmp_path / f"plan.{ending}"
+    words = ["--bf16", "--pipeline-schedule", "zero-bubble"] if ending == "png" else []
+    flags = ["--hf-config", "glm5.2", "--nnodes", "16", "--pipeline-model-parallel-size", "8", *words]
+    flags += ["--expert-model-parallel-size", "16", "--global-batch-size", "64", "--picture", str(file)]
+    plan_report.print_plan(build_parser().parse_args(flags))
+    assert file.stat().st_size > 10_000
+    if ending == "svg":
+        text = file.read_text()
+        assert all(
+            f"<!-- {words} -->" in text for words in ("pipeline rank", "operations", "AdamW moments", "backward")
+        )
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused(tmp_path, capsys):
+    flags = ["--hf-config", "glm5.2", "--picture", str(tmp_path / "gone" / "plan.png")]
+    with pytest.raises(SystemExit) as stopped:
+        plan_report.print_plan(build_parser().parse_args(flags))
+    said = f"error: --picture {tmp_path}/gone/plan.png: the folder {tmp_path}/gone does not exist\n"
+    assert stopped.value.code == 2 and capsys.readouterr().err == said
