@@ -13,7 +13,6 @@ backward reaches the one before it: then its gradients are reduced and its slab 
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
@@ -87,7 +86,6 @@ class Unit:
     def __init__(self, module: nn.Module, weights: list[ShardedWeight], slab: Slab, depth: int, returns: bool) -> None:
         self.module, self.weights, self.slab, self.depth, self.returns = module, weights, slab, depth, returns
         self.running = self.differentiated = False  # its forward runs; its backward has begun and is not done
-        self.has_run = False
         self._transfer: Transfer | None = None
         self._gathered: list[tuple[int, ...]] = []  # versions of what the slab holds
         self._placed = False
@@ -156,11 +154,6 @@ class Unit:
             weight.arrive()
 
 
-def _pairs(units: list[Unit]) -> dict[Unit, Unit]:
-    """Each with the one behind it."""
-    return dict(itertools.pairwise(units))
-
-
 def _together(group: ProcessGroup, collectives: list[Any], asynchronous: bool) -> list[dist.Work]:
     """Start collectives of one kind, with NCCL in one launch."""
     if has_nccl(group) and collectives:
@@ -172,20 +165,34 @@ def _together(group: ProcessGroup, collectives: list[Any], asynchronous: bool) -
     return [work for work in works if work is not None]
 
 
+class Order:
+    """The units of a forward, or of a backward, as they come, some more than once (MTP): the next time is alike."""
+
+    def __init__(self) -> None:
+        self.now: list[Unit] = []
+        self._before: list[Unit] = []
+
+    def begin(self) -> None:
+        self._before, self.now = self.now, []
+
+    def next_after(self, unit: Unit) -> list[Unit]:
+        """What is expected behind this one, which comes now: at most one unit."""
+        place = len(self.now)
+        self.now.append(unit)
+        return self._before[place + 1 : place + 2] if self._before[place : place + 1] == [unit] else []
+
+
 class ShardedChunk:
-    """Gathers the units of a chunk before they run, and reduces their gradients.
+    """Gathers the units of a chunk before they run, and reduces their gradients."""
 
-    units: in the order in which a forward comes to them.
-    """
-
-    def __init__(self, units: list[Unit]) -> None:
+    def __init__(self, chunk: nn.Module, units: list[Unit]) -> None:
         self.units = units
-        self._following = _pairs(units)
-        self._preceding = _pairs(sorted(units, key=lambda unit: -unit.depth))  # experts behind the rest of their layer
+        self._forwards, self._backwards = Order(), Order()
         self.sync, self.last = True, True
         self._backward = NO_BACKWARD  # the last one that has come to this chunk
         self._begun: list[Unit] = []  # whose backward is not done
         self._pending: tuple[Transfer, list[Reduction]] | None = None
+        chunk.register_forward_pre_hook(lambda *_: self._begin_forward())
         for unit in units:
             self._hook(unit)
 
@@ -195,9 +202,7 @@ class ShardedChunk:
 
     def gather_ahead(self, changed: torch.Event) -> None:
         """Gather the first units of the next forward behind `changed` alone."""
-        for unit in [unit for unit in self.units if unit.has_run][:2]:
-            if not self._must_wait(unit):
-                unit.gather(changed)
+        self._gather_ahead(self._forwards.now[:2], changed)
 
     def reduce(self, last: bool) -> None:
         """Reduce all gradients that are there, after a backward or by itself.
@@ -211,16 +216,17 @@ class ShardedChunk:
             for unit in self.units:  # a shard that is still being sent must not change
                 unit.wait()
 
+    def _begin_forward(self) -> None:
+        self._forwards.begin()
+        self._release_begun()  # of a backward that has failed
+
     def _before_forward(self, unit: Unit) -> None:
-        recomputes = current_backward() != NO_BACKWARD
-        if not recomputes:
-            self._release_begun()  # of a backward that has failed
         unit.gather()
-        if not recomputes:
-            self._gather_next(unit, self._following)
+        if current_backward() == NO_BACKWARD:  # else it is a recomputation
+            self._gather_ahead(self._forwards.next_after(unit))
         unit.wait()
         unit.show()
-        unit.running = unit.has_run = True
+        unit.running = True
 
     def _after_forward(self, unit: Unit, inputs: Any, output: Any) -> None:
         unit.hide()
@@ -237,6 +243,7 @@ class ShardedChunk:
         """A gradient of the unit's output is there."""
         if self._backward != current_backward():
             self._backward = current_backward()
+            self._backwards.begin()
             queue_callback(self._after_backward)
         if unit.differentiated or unit.depth < 0:
             return
@@ -246,7 +253,7 @@ class ShardedChunk:
         if unit.returns:
             unit.gather()
             unit.wait()
-        self._gather_next(unit, self._preceding)
+        self._gather_ahead([following for following in self._backwards.next_after(unit) if following.returns])
         if self.sync:
             for each in done:
                 self._reduce(each)
@@ -265,21 +272,13 @@ class ShardedChunk:
             unit.release()
         return done
 
-    def _gather_next(self, unit: Unit, order: dict[Unit, Unit]) -> None:
-        """Start to gather what comes next, of the units that run at all, while this one computes."""
-        following = order.get(unit)
-        while following is not None and not following.has_run:
-            following = order.get(following)
-        if following is None or self._must_wait(following):
-            return
-        if following.returns or order is self._following:
-            following.gather()
-
     @staticmethod
-    def _must_wait(unit: Unit) -> bool:
-        """Whether its slab is still in use."""
-        holder = unit.slab.holder
-        return holder is not None and holder is not unit and holder.in_use
+    def _gather_ahead(units: list[Unit], changed: torch.Event | None = None) -> None:
+        """Start to gather what comes next, while others compute, unless its slab is still in use."""
+        for unit in units:
+            holder = unit.slab.holder
+            if holder is None or holder is unit or not holder.in_use:
+                unit.gather(changed)
 
     def _reduce(self, unit: Unit) -> None:
         weights = [weight for weight in unit.weights if weight.total is not None]
@@ -318,7 +317,7 @@ def shard_into_slabs(
     dtype = torch.bfloat16 if bf16 else torch.float32
     meshes = {group: DeviceMesh.from_group(group, device) for group in {groups.edp, groups.dp_cp}}
     taken: set[nn.Parameter] = set()
-    units: list[tuple[int, bool, Unit]] = []
+    units: list[Unit] = []
 
     def shard(module: nn.Module | None, kind: str, depth: int) -> None:
         if module is None:
@@ -339,8 +338,7 @@ def shard_into_slabs(
             weights = [ShardedWeight(*place, group, meshes[group], dtype, narrow=experts) for place in mine]
             size = sum(weight.nbytes for weight in weights)
             slab = Slab(size) if keep or kind == ROOT else slabs.turn(kind, size)
-            unit = Unit(module, weights, slab, depth, returns=kind in (LAYER, EXPERTS))
-            units.append((depth, experts, unit))  # in a forward experts follow the rest of their layer
+            units.append(Unit(module, weights, slab, depth, returns=kind in (LAYER, EXPERTS)))
         taken.update(module.parameters())
 
     for depth, layer in enumerate(chunk.layers.values()):
@@ -349,8 +347,7 @@ def shard_into_slabs(
     shard(chunk.embed_tokens, VOCABULARY, FIRST)
     shard(chunk.lm_head, VOCABULARY, len(chunk.layers))
     shard(chunk, ROOT, WHOLE_CHUNK)
-    in_order = [unit for *_, unit in sorted(units, key=lambda entry: entry[:2])]
-    setattr(chunk, SHARDED, ShardedChunk(in_order))
+    setattr(chunk, SHARDED, ShardedChunk(chunk, units))
 
 
 def holds_whole(group: ProcessGroup) -> bool:

@@ -8,6 +8,7 @@ formula. Every document is taken to fill its pack, which attends the most. All a
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -44,7 +45,7 @@ from megatron_glm.planner.activations import (
     student_arrived,
     vocabulary_elements,
 )
-from megatron_glm.planner.units import FsdpUnit, stage_units
+from megatron_glm.planner.units import BytesHeld, FsdpUnit, stage_units
 
 Value = TypeVar("Value")
 FP32 = 4
@@ -52,20 +53,6 @@ GIB = 2**30
 # A plan lists all of them; up to these that takes a minute at most, and no memory to speak of.
 MOST = {"ranks": 2**17, "micro-batches x stages": 2**18, "rows of a micro-batch": 2**27}
 RESERVE = 5 * GIB  # an assumption: CUDA context and libraries, NCCL's channels of about ten groups, fragmentation
-
-
-@dataclass(frozen=True)
-class BytesHeld:
-    """Bytes that one rank holds between steps and at a step's end: exact."""
-
-    masters: int  # of the trained parameters, fp32
-    frozen: int
-    gradients: int
-    moments: int
-
-    @property
-    def parameters(self) -> int:
-        return self.masters + self.frozen
 
 
 @dataclass(frozen=True)
@@ -171,7 +158,7 @@ class Plan:
             more, still = unit.shard(index, size)
             trained += more
             if unit.expert and self.experts_in_fp8:
-                blocks += still if self._has_slabs else unit.shard(0, 1)[1]
+                blocks += still if self.has_slabs else unit.shard(0, 1)[1]
             else:
                 frozen += still
         return trained, frozen, blocks
@@ -246,15 +233,15 @@ class Plan:
 
     def _whole(self, expert: bool) -> bool:
         """Whether units of this kind are plain parameters, of which the forward makes copies in its own type."""
-        if self._has_slabs:
-            return self._sharing(expert) == 1
+        if self.has_slabs:
+            return self.sharing(expert) == 1
         return holds_whole(self.grid.dp * self.grid.cp, self.grid.edp)[0 if expert else 1]
 
     @property
-    def _has_slabs(self) -> bool:
+    def has_slabs(self) -> bool:
         return self.config.parallel.data_parallel_sharding == "slabs"
 
-    def _sharing(self, expert: bool) -> int:
+    def sharing(self, expert: bool) -> int:
         """How many ranks have a shard of units of this kind."""
         return self.grid.edp if expert else self.grid.dp * self.grid.cp
 
@@ -294,7 +281,7 @@ class Plan:
                 if expert and self.experts_in_fp8:  # one matrix at a time is dequantised
                     as_held, matrices = True, [math.prod(shape) for unit in units for shape in unit.frozen]
                     passing += max(matrices, default=0)
-                if self._has_slabs and not whole:
+                if self.has_slabs and not whole:
                     continue
                 sizes = [(u.trained_elements if as_held else u.elements, u.vocabulary) for u in units]
                 vocabulary, layers = ([size for size, kind in sizes if kind == wanted] for wanted in (True, False))
@@ -310,30 +297,42 @@ class Plan:
                 else:
                     passing += (1 if whole else 2) * max(layers, default=0)
             largest = max(largest, passing)
-        return b * (kept + largest + arriving + (self._slabs(pp_rank) if self._has_slabs else 0))
+        return b * (kept + largest + arriving) + (self._slab_bytes(pp_rank) if self.has_slabs else 0)
 
-    def _slabs(self, pp_rank: int) -> int:
-        """Elements in the type that computes: shards of another type, what stays gathered, and two slabs for each kind
-        of unit, in which the others take turns, of all virtual stages of the rank."""
-        parallel, b, found = self.config.parallel, self.shapes.b, 0
-        turns: dict[str, list[int]] = {}
-        for unit in self.rank_units(pp_rank):
-            if (ranks := self._sharing(unit.expert)) == 1:
-                continue
-            trained, frozen = unit.shard(0, ranks)
-            in_fp8 = unit.expert and self.experts_in_fp8
-            size = unit.trained_elements + (unit.elements - unit.trained_elements) // b if in_fp8 else unit.elements
-            reshards = parallel.reshard_experts_after_forward if unit.expert else parallel.reshard_after_forward
+    def _slab_bytes(self, pp_rank: int) -> int:
+        """With slabs: shards in the type that computes, where their masters have another, and gathered weights."""
+        b, found, stages = self.shapes.b, 0, self.layout.of_rank(pp_rank)
+        largest: dict[Any, int] = {}  # of each slab
+        for (chunk, place), slab in self.slabs(pp_rank).items():
+            unit = self.units(stages[chunk])[place]
             if unit.runs:
-                found += trained * (b < FP32) + frozen * (self.frozen_bytes != b and not in_fp8)
-            if reshards and unit.kind != "root":
-                turns.setdefault("vocabulary" if unit.vocabulary else unit.kind, []).append(size)
-            elif unit.runs:
-                found += size
-        for kind, sizes in turns.items():
-            slabs = [sizes] if kind == "vocabulary" else [sizes[::2], sizes[1::2]]
-            found += sum(max(slab, default=0) for slab in slabs)
+                trained, frozen = unit.shard(0, self.sharing(unit.expert))
+                in_fp8 = unit.expert and self.experts_in_fp8
+                found += b * (trained * (b < FP32) + frozen * (self.frozen_bytes != b and not in_fp8))
+            if unit.runs or slab != (chunk, place):
+                largest[slab] = max(largest.get(slab, 0), self.gathered_bytes(unit))
+        return found + sum(largest.values())
+
+    def slabs(self, pp_rank: int) -> dict[tuple[int, int], Any]:
+        """By virtual stage and place in its units, the slab of each unit that ranks share: two for each kind, which all
+        stages of the rank take turns in, one for embedding and head, and its own for one that stays gathered."""
+        parallel, found, turns = self.config.parallel, {}, Counter()
+        for chunk, stage in enumerate(self.layout.of_rank(pp_rank)):
+            for place, unit in enumerate(self.units(stage)):
+                reshards = parallel.reshard_experts_after_forward if unit.expert else parallel.reshard_after_forward
+                if self.sharing(unit.expert) == 1:
+                    continue
+                found[chunk, place] = chunk, place
+                if reshards and unit.kind != "root":
+                    kind = "vocabulary" if unit.vocabulary else unit.kind
+                    found[chunk, place] = kind, turns[kind] % (1 if unit.vocabulary else 2)
+                    turns[kind] += 1
         return found
+
+    def gathered_bytes(self, unit: FsdpUnit) -> int:
+        """Of a unit with slabs, where it is whole."""
+        in_fp8 = unit.elements - unit.trained_elements if unit.expert and self.experts_in_fp8 else 0
+        return self.shapes.b * (unit.elements - in_fp8) + in_fp8
 
     def _kept_of_layers(self, stage: Stage) -> int:
         """Bytes of activations of one micro-batch that a virtual stage's layers keep until its backward."""

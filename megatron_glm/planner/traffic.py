@@ -14,6 +14,7 @@ from megatron_glm.model.pack import has_sparse_rows
 from megatron_glm.parallel.dispatch import of_layer
 from megatron_glm.parallel.pipeline.carry import CarryField
 from megatron_glm.parallel.pipeline.layout import Stage
+from megatron_glm.planner.gathers import slab_traffic
 from megatron_glm.planner.machine import Machine
 from megatron_glm.planner.plan import FP32, Plan
 from megatron_glm.planner.units import FsdpUnit
@@ -56,8 +57,11 @@ def rank_traffic(plan: Plan, pp_rank: int) -> Counter:
     steps = plan.config.losses.mtp_steps
     differentiates = not plan.config.trained_parts.isdisjoint({"trunk", "adapters"})
     passes = count * (1 + backward * differentiates)
+    if plan.has_slabs:
+        found.update(slab_traffic(plan, pp_rank, differentiates))
     for stage in plan.layout.of_rank(pp_rank):
-        found.update(_fsdp_traffic(plan, stage, differentiates))
+        if not plan.has_slabs:
+            found.update(_fsdp_traffic(plan, stage, differentiates))
         for layer in stage.layers:
             found.update({key: passes * value for key, value in layer_traffic(plan, layer).items()})
         if stage.mtp and steps:

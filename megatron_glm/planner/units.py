@@ -1,4 +1,4 @@
-"""The parameters of a virtual stage by FSDP unit, from their declaration."""
+"""The parameters of a virtual stage by FSDP unit, from their declaration; and what a rank holds of them."""
 
 from __future__ import annotations
 
@@ -55,6 +55,20 @@ class FsdpUnit:
     def shard(self, index: int, size: int) -> tuple[int, int]:
         """(trained, frozen) elements that rank `index` of `size` holds: chunks of ceil(rows / size) along one dim."""
         return _shards(self.trained, index, size), _shards(self.frozen, index, size)
+
+
+@dataclass(frozen=True)
+class BytesHeld:
+    """Bytes that one rank holds between steps and at a step's end: exact."""
+
+    masters: int  # of the trained parameters, fp32
+    frozen: int
+    gradients: int
+    moments: int
+
+    @property
+    def parameters(self) -> int:
+        return self.masters + self.frozen
 
 
 @lru_cache(maxsize=8192)

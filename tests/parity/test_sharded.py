@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
-import warnings
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -23,7 +21,6 @@ from megatron_glm.parallel import fsdp, sharded, sharded_weight
 from megatron_glm.parallel.fsdp import local, reduce_partial_gradients
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.shard import shard_dim
-from megatron_glm.planner.plan import Plan
 from megatron_glm.training.engine import Engine, losses_of
 from megatron_glm.training.initialize import build_chunks, pipeline_layout
 from megatron_glm.training.optimizer import MOMENTS, AdamW, build_optimizer
@@ -227,60 +224,6 @@ def test_the_calls_of_nccl_give_the_same(changes):
     model = replace(changes.get("model", parity_model(4)), vocab_size=97)
     every = layout(**SLABS, **EVERY)[1]
     assert sum(distributed.run(2, as_with_nccl, configured(every, 4, model=model)), []) == []
-
-
-def live_storages() -> dict[int, int]:
-    """Bytes by address of all memory that tensors hold."""
-    gc.collect()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of names that torch warns of when they are looked at
-        tensors = [thing for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)]
-    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.device.type == "cpu"}
-
-
-def grown(config: RunConfig) -> tuple[int, int]:
-    """Bytes that forwards without gradients leave behind, and then a step."""
-    groups = ParallelGroups.create(config.parallel)
-    chunks = build_chunks(config, groups)
-    engine, optimizer = Engine(config, groups, chunks), build_optimizer(config.optimizer, chunks)
-    batches = [pack(config.model, 0, 0, i) for i in range(config.train.global_batch_size // groups.dp.size())]
-    before, found = live_storages(), []
-    for run in engine.evaluate, lambda batches: engine.forward_backward(batches, dict.fromkeys(losses_of(config), 1)):
-        run(batches)
-        optimizer.zero_grad()
-        after = live_storages()
-        found.append(sum(nbytes for address, nbytes in after.items() if address not in before))
-    close_groups(groups)
-    return found[0], found[1]
-
-
-@pytest.mark.parametrize("parallel", [{}, KEPT, {"reshard_experts_after_forward": False}], ids=str)
-def test_a_forward_leaves_shards_and_two_slabs_a_kind(parallel):
-    """As planned, but for the alignment of weights in a slab and the padding of shards: here at most a tenth."""
-    config = configured(layout(pp=2, vp=2, ep=1, **SLABS, **parallel)[1], 4)
-    config = replace(config, kernels=replace(config.kernels, loss_chunk_size=8))
-    ranks, plan = distributed.run(4, grown, config), Plan.create(config, 4, 4)
-    for rank, (forward, step) in enumerate(ranks):
-        planned = plan.memory(rank // 2)["gathered weights"]
-        assert planned <= forward <= 1.1 * planned + 40_000 and step == forward, (rank, planned, forward, step)
-
-
-def in_fp8(config: RunConfig) -> tuple[int, int]:
-    """Numbers in FP8 that this rank holds, and that the planner says it holds."""
-    groups = ParallelGroups.create(config.parallel)
-    held = [local(p).numel() for _, _, p in parameters(build_chunks(config, groups)) if p.dtype == FP8]
-    plan = Plan.create(config, dist.get_world_size(), 4)
-    planned = plan.elements(groups.pp.rank(), groups.dp_cp.rank(), groups.edp.rank())[2]
-    close_groups(groups)
-    return sum(held), planned
-
-
-def test_experts_in_fp8_are_shared_as_planned():
-    config = configured(layout(**SLABS)[1], 3, lora=ON_FP8)
-    config = replace(config, optimizer=replace(config.optimizer, moe_router_bias_update_rate=0.0))
-    ranks = distributed.run(3, in_fp8, config)
-    assert all(held == planned for held, planned in ranks)
-    assert [held for held, _ in ranks] == [3 * 3 * n * 24 * 32 + n * 3 * 24 * 32 for n in (3, 3, 2)]  # MTP's, too
 
 
 def trained(folder: Path, *runs: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from megatron_glm.ops.fp8 import FP8
 from megatron_glm.ops.grad_sum import add_pieces
 from megatron_glm.parallel import sharded
 from megatron_glm.parallel.fsdp import local, reduce_gradients, set_gradient_sync
-from megatron_glm.parallel.sharded import ShardedChunk, Unit, sharded_chunk
+from megatron_glm.parallel.sharded import NO_BACKWARD, ShardedChunk, Unit, current_backward, sharded_chunk
 from megatron_glm.parallel.streams import Transfer
 from megatron_glm.parallel.whole_weights import held_copy
 from megatron_glm.training.engine import Engine
@@ -94,7 +94,7 @@ def test_what_is_needed_is_gathered_and_waited_for(recompute, ahead, shares, mon
     losses, expected = trained(config)
     monkeypatch.setattr(sharded, "Transfer", LateTransfer)
     if not ahead:
-        monkeypatch.setattr(ShardedChunk, "_gather_next", lambda *_: None)
+        monkeypatch.setattr(ShardedChunk, "_gather_ahead", staticmethod(lambda *_: None))
     late, parameters = trained(config)
     assert late == losses and all(torch.equal(parameters[name], tensor) for name, tensor in expected.items())
 
@@ -160,7 +160,8 @@ def test_a_backward_that_fails_leaves_nothing(shares, monkeypatch):
     gradients = {name: local(p.grad).clone() for name, p in chunk.named_parameters() if p.grad is not None}
     chunk.zero_grad()
     with monkeypatch.context() as patch:
-        patch.setattr(ShardedChunk, "_gather_next", lambda self, unit, order: 1 / (order is self._following))
+        gather = state.units[3].gather
+        patch.setattr(state.units[3], "gather", lambda *_: gather(1 / (current_backward() == NO_BACKWARD) and None))
         with pytest.raises(ZeroDivisionError):
             engine.forward_backward(packs_of(config), COUNTS)
     for weight in (weight for unit in state.units for weight in unit.weights):
