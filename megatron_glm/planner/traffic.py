@@ -19,6 +19,8 @@ from megatron_glm.planner.machine import Machine
 from megatron_glm.planner.plan import FP32, Plan
 from megatron_glm.planner.units import FsdpUnit
 
+EXPERTS = "tokens to experts and back"
+
 
 def traffic(plan: Plan) -> list[tuple[str, str, float, float]]:
     """(axis, what, bytes inside a node, bytes between nodes) that a rank sends in a step, the busiest rank's."""
@@ -46,26 +48,31 @@ def _inside(plan: Plan, axis: str) -> float:
 def rank_traffic(plan: Plan, pp_rank: int) -> Counter:
     """Bytes by (axis, what): ring all-gathers and reduce-scatters move (n - 1) / n of the whole.
 
-    A backward repeats its forward's traffic the other way, and recomputation the forward's; index keys and
-    selections, which have no gradient, are counted with the rest. Without gradients in the trunk (warm-up,
-    --train-only) its layers have a forward only.
+    A backward repeats its forward's traffic the other way, and recomputation the forward's, except the way back from
+    the experts; index keys and selections, which have no gradient, are counted with the rest. Without gradients in the
+    trunk (warm-up, --train-only) its layers have a forward only.
     """
     grid = plan.grid
     found: Any = Counter()  # of fractions, which its type does not know
     count = plan.schedule.micro_batches
-    backward = 1 if plan.config.parallel.recompute_granularity == "none" else 2
+    again = plan.config.parallel.recompute_granularity != "none"
     steps = plan.config.losses.mtp_steps
     differentiates = not plan.config.trained_parts.isdisjoint({"trunk", "adapters"})
-    passes = count * (1 + backward * differentiates)
+
+    def whole(forward: dict[tuple[str, str], float], differentiates: bool) -> dict[tuple[str, str], float]:
+        """Of all micro-batches, with their backwards, if they have any."""
+        share = {key: 0.5 if key[1] == EXPERTS else 1.0 for key in forward}
+        return {key: count * (1 + differentiates * (1 + again * share[key])) * sent for key, sent in forward.items()}
+
     if plan.has_slabs:
         found.update(slab_traffic(plan, pp_rank, differentiates))
     for stage in plan.layout.of_rank(pp_rank):
         if not plan.has_slabs:
             found.update(_fsdp_traffic(plan, stage, differentiates))
         for layer in stage.layers:
-            found.update({key: passes * value for key, value in layer_traffic(plan, layer).items()})
+            found.update(whole(layer_traffic(plan, layer), differentiates))
         if stage.mtp and steps:
-            found.update({key: count * (1 + backward) * sent for key, sent in mtp_traffic(plan).items()})
+            found.update(whole(mtp_traffic(plan), True))
     if grid.pp > 1:
         for stage, field in itertools.product(plan.layout.placement.stages[pp_rank], crossing_fields(plan)):
             outputs = field.stages[stage + 1 : stage + 2]  # () after the last stage
@@ -131,5 +138,5 @@ def layer_traffic(plan: Plan, layer: int) -> dict[tuple[str, str], float]:
         found["tp", "sequence shards"] = (grid.tp - 1) / grid.tp * s.tokens * row
     if model.is_moe(layer):
         dispatcher = of_layer(plan.dispatcher, plan.config, layer)
-        found |= {(axis, "tokens to experts and back"): sent for axis, sent in dispatcher.traffic().items()}
+        found |= {(axis, EXPERTS): sent for axis, sent in dispatcher.traffic().items()}
     return found

@@ -115,8 +115,8 @@ def test_a_rehearsed_rank_is_the_real_one(ranks, name, rank):
     for kind, nbytes in held.items():  # the plan's are the fullest rank's, whose shards may be a row larger
         assert report["memory"][kind] == {"planned": pytest.approx(nbytes, rel=0.03), "measured": nbytes}
     for row in report["sent"]:
-        if {"dp_cp", "edp", "pp"}.issuperset(row["axes"]) and row["axes"]:
-            assert row["sent"] == pytest.approx(row["planned"], rel=0.02), row
+        if row["axes"] and not {"tp", "tp_cp"}.intersection(row["axes"]):  # the sets of experts of few tokens vary
+            assert row["sent"] == pytest.approx(row["planned"], rel=0.1 if "ep" in row["axes"][0] else 0.02), row
     kinds = {row["kind"] for row in report["actions"]}
     assert kinds == {"forward", "backward"} | ({"weight gradients"} if "zero-bubble" in name else set())
     spent, simulated = (sum(row[key] for row in report["actions"]) for key in ("seconds", "simulated"))
