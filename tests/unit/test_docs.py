@@ -107,7 +107,7 @@ def known_flags(script: str, flags: list[str]) -> None:
     """Ends with an error, or returns, as the script would after reading its flags."""
     if flags == ["--help"]:
         return
-    if script == "tools/plot_log.py":
+    if script in ("tools/plot_log.py", "tools/compare_automodel.py"):
         runpy.run_path(str(ROOT / script))["build_parser"]().parse_args(flags)
     elif script == "tools/plan.py" and flags == ["published"]:
         pass

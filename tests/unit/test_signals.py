@@ -147,6 +147,7 @@ PROGRAMS = {
     "tools/generate.py": "--load-hf hf --prompt-file rows",
     "tools/score.py": "--load-hf hf --data-path rows",
     "tools/export_adapter.py": "--load out --to-peft peft",
+    "tools/compare_automodel.py": "--automodel .",
     "tools/plot_log.py": "log.jsonl",
     "tools/doctor.py": "",
     "tools/rehearse_start.py": "--ranks 256 --rank 0",
