@@ -167,27 +167,22 @@ def both(cases: list[RunConfig]) -> list[list[str]]:
 
 CASES = {
     2: {
-        "dp2": ({}, layout(**SLABS)),
-        "dp2 kept, reduced every time": ({}, layout(**SLABS, **KEPT, **EVERY)),
         "ep2 selective recompute": ({}, layout(ep=2, **SLABS, **SELECTIVE)),
         "dp2 mtp full recompute": ({"losses": MTP}, layout(**SLABS, **FULL)),
         "cp2 adapters on experts in fp8": ({"lora": ON_FP8}, layout(cp=2, **SLABS)),
         "dp2 fp8 full recompute": (ON_BLOCKS, layout(**SLABS, **FULL)),
         "dp2 fp8 kept, reduced every time": (ON_BLOCKS, layout(**SLABS, **KEPT, **EVERY)),
-        "dp2 indexer": ({"indexer": IndexerConfig("sparse")}, layout(**SLABS)),
         "dp2 indexer warm-up": ({"indexer": IndexerConfig("warmup")}, layout(**SLABS)),
     },
     3: {"dp3": ({}, layout(**SLABS)), "dp3 mtp reduced every time": ({"losses": MTP}, layout(**SLABS, **EVERY))},
     4: {
         "dp4 full recompute": ({}, layout(**SLABS, **FULL)),
         "dp4 ep2 mtp": ({"losses": MTP}, layout(ep=2, **SLABS)),
-        "tp2 cp2": ({}, layout(tp=2, cp=2, **SLABS)),
         "dp2 pp2 vp2 zero bubble": ({}, layout(pp=2, vp=2, **SLABS, **ZERO_BUBBLE)),
         "dp2 pp2 adapters kept experts": (
             {"lora": ADAPTERS},
             layout(pp=2, reshard_experts_after_forward=False, **SLABS),
         ),
-        "dp4 few experts": (FEW, layout(**SLABS)),
         "dp4 few experts, adapters on fp8": (FEW | {"lora": ON_FP8}, layout(**SLABS)),
     },
 }
