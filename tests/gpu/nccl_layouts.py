@@ -9,8 +9,10 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from megatron_glm.config import ParallelConfig
+from megatron_glm.parallel import streams
 from megatron_glm.parallel.fsdp import gather_ahead, record_change, shard_chunk
 from megatron_glm.parallel.groups import ParallelGroups
 from tests.parity.layouts import parity_model, run_config, train
@@ -64,14 +66,18 @@ class Chunk(nn.Module):
         return self.layers["0"](x)
 
 
-def gathers_while_busy(ahead: bool) -> bool:
+def gathers_while_busy(ahead: bool, parallel: ParallelConfig) -> bool:
     """Whether the weights of a forward are gathered before the device has ended what was started before it."""
     chunk = Chunk().cuda()
-    shard_chunk(ParallelConfig(), ParallelGroups.create(ParallelConfig()), chunk, bf16=False)
+    shard_chunk(parallel, ParallelGroups.create(parallel), chunk, bf16=False)
     x = torch.ones(4, 64, device="cuda")
     chunk(x)  # connects the ranks
     gathered, asleep = torch.cuda.Event(), torch.cuda.Event()
-    stream = chunk._get_fsdp_state()._comm_ctx.all_gather_stream
+    if parallel.data_parallel_sharding == "slabs":
+        stream = streams._transfers(torch.device("cuda", torch.cuda.current_device()))
+        increment_version(list(chunk.parameters()))  # as an optimizer does: what has not changed is not gathered
+    else:
+        stream = chunk._get_fsdp_state()._comm_ctx.all_gather_stream
     chunk.layers["0"].register_forward_pre_hook(lambda *_: gathered.record(stream))
     torch.cuda.synchronize()
     changed = record_change()
@@ -100,7 +106,7 @@ def main(file: str) -> None:
             if dist.get_rank() == 0:
                 print(name, "bf16" if bf16 else "fp32", results[name, bf16].losses, flush=True)
     if dist.get_world_size() > 1:
-        results["gathers while busy"] = [gathers_while_busy(ahead) for ahead in (False, True)]
+        results["gathers while busy"] = [gathers_while_busy(ahead, ParallelConfig()) for ahead in (False, True)]
     if dist.get_rank() == 0:
         torch.save(results, file)
     dist.destroy_process_group()

@@ -12,14 +12,11 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import increment_version
 
 from megatron_glm.config import LossConfig, ParallelConfig
 from megatron_glm.model.layer import DecoderLayer
 from megatron_glm.parallel import sharded, streams
-from megatron_glm.parallel.fsdp import gather_ahead, record_change, shard_chunk
-from megatron_glm.parallel.groups import ParallelGroups
-from tests.gpu.nccl_layouts import Chunk
+from tests.gpu.nccl_layouts import gathers_while_busy
 from tests.parity.layouts import parity_model, run_config, train
 
 SLABS = {"data_parallel_sharding": "slabs"}
@@ -61,26 +58,6 @@ def slowly(settings: dict):
         return trained(settings, bf16=True)
 
 
-def gathers_while_busy(ahead: bool) -> bool:
-    """Whether the weights of a forward are gathered before the device has ended what was started before it."""
-    parallel, chunk = ParallelConfig(**SLABS), Chunk().cuda()
-    shard_chunk(parallel, ParallelGroups.create(parallel), chunk, bf16=False)
-    x = torch.ones(4, 64, device="cuda")
-    chunk(x)  # connects the ranks
-    increment_version(list(chunk.parameters()))  # as an optimizer does
-    gathered, asleep = torch.cuda.Event(), torch.cuda.Event()
-    stream = streams._transfers(torch.device("cuda", 0))
-    chunk.layers["0"].register_forward_pre_hook(lambda *_: gathered.record(stream))
-    torch.cuda.synchronize()
-    changed = record_change()
-    torch.cuda._sleep(10**9)  # half a second
-    asleep.record()
-    gather_ahead(chunk, changed if ahead else None)
-    chunk(x)
-    gathered.synchronize()
-    return not asleep.query()
-
-
 def main(backend: str, file: str) -> None:
     torch.cuda.set_device(0)
     dist.init_process_group(backend)
@@ -94,7 +71,9 @@ def main(backend: str, file: str) -> None:
             results["slowly", name, True] = slowly(settings | SLABS)
             torch.cuda.synchronize()
         if alone:  # gloo waits on the host
-            results["gathers while busy"] = [gathers_while_busy(ahead) for ahead in (False, True)]
+            results["gathers while busy"] = [
+                gathers_while_busy(ahead, ParallelConfig(**SLABS)) for ahead in (False, True)
+            ]
     if dist.get_rank() == 0:
         torch.save(results, file)
     dist.destroy_process_group()
