@@ -25,6 +25,7 @@ LAYOUT = (
     "--moe-token-dispatcher-type hybrid --expert-node-size 8 --recompute-granularity full "
     "--reshard-after-forward false --context-parallel-size {}"
 )
+PUBLISHED_GPUS = 4 * 64  # PP x EP of that layout
 
 
 def table() -> Iterator[str]:
@@ -49,7 +50,7 @@ def _published(run: str, cp: int, gpus: int, gpu: str) -> str:
         try:
             plan = Plan.create(changed, gpus, 8)
         except ValueError:
-            return "not possible | | "
+            return f"needs {PUBLISHED_GPUS} GPUs | | "
         if plan.fits(MACHINES[gpu].memory):
             speed = step_time(plan, MACHINES[gpu]).tokens_per_second_per_gpu
             return f"{_layout(plan)} | {plan.peak() / GIB:.1f} | {speed:.0f}"
@@ -61,7 +62,7 @@ def _best(run: str, gpus: int, gpu: str) -> str:
         _, [best] = search(_parsed(f"{run} --gpu-type {gpu}", gpus=gpus, results=1), DataConfig)
     except ValueError as error:
         nearest = re.search(r"nearest needs ([\d.]+) GiB", str(error))
-        return f"nothing fits | {nearest[1] if nearest else ''} | "
+        return f"nothing fits{f': {nearest[1]} at least' if nearest else ''} | | "
     return f"{_layout(best.time.plan)} | {best.peak / GIB:.1f} | {best.time.tokens_per_second_per_gpu:.0f}"
 
 

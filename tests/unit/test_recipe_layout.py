@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
 
+from megatron_glm.config.plan_flags import GPU_TYPES
+from megatron_glm.planner import published
 from megatron_glm.planner.machine import H100
 from megatron_glm.planner.plan import GIB, Plan
 from megatron_glm.planner.time import step_time
-from tests.unit.test_recipes import bash, box, launched
+from tests.unit.test_recipes import ROOT, bash, box, launched
 
 __all__ = ["box"]  # a fixture
+SIZES = {"TP": "tensor", "CP": "context", "PP": "pipeline", "EP": "expert"}
+FLAGS = {
+    axis: f"--{name}-model-parallel-size" if axis != "CP" else "--context-parallel-size" for axis, name in SIZES.items()
+}
 
 AUTO = "--layout auto --pipeline-model-parallel-size 16 --expert-model-parallel-size 16 --micro-batch-size 1".split()
 AUTO += ["--tensor-model-parallel-size", "1"]
@@ -49,3 +56,25 @@ def test_a_layout_that_cannot_be_found_is_one_line(box, flags, environment, said
     done = bash(box, "glm5.2_4k_cudnn.sh", *flags, **environment)
     assert done.returncode == 2 and not (box / "torchrun.args").exists()
     assert done.stderr.startswith("error: ") and said in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_the_documented_layouts_are_what_the_planner_finds():
+    """All published ones; of the best found, two, with their axes given, so that the search is short."""
+    text = (ROOT / "docs" / "recipes.md").read_text()
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if re.match(r"\| \d+ \| \d+ h", line)
+    ]
+    assert len(rows) == len(published.RUNS) * len(published.GPUS) * len(GPU_TYPES)
+    contexts = {str(length): (batch, cp) for length, batch, cp in published.RUNS}
+    for length, machine, *told in rows:
+        (batch, cp), (gpus, gpu) = contexts[length], machine.split()
+        run = published.RUN.format(length, batch)
+        found = published._published(run, cp, int(gpus), gpu)
+        assert [cell.strip() for cell in found.split("|")] == told[:3]
+        if gpus == "256" and gpu == "h100":
+            axes = dict(re.findall(r"\b(TP|CP|PP|EP)(\d+)", told[3]))
+            given = " ".join(f"{FLAGS[axis]} {axes.get(axis, 1)}" for axis in FLAGS)
+            found = published._best(f"{run} {given}", int(gpus), gpu)
+            assert [cell.strip() for cell in found.split("|")] == told[3:]
