@@ -9,8 +9,11 @@ import atexit
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeVar
 
 E = TypeVar("E", bound=BaseException)
@@ -201,9 +204,26 @@ def run_program(main: Callable[[], int | None]) -> NoReturn:
     sys.exit(code)
 
 
+@cache
+def one_line_warnings() -> None:
+    """Warnings of this package become `warning: …`, of the first rank alone; those of others say where they come from.
+
+    Once a process.
+    """
+    package, with_place = Path(__file__).parent, warnings.formatwarning
+
+    def formatted(message: Warning | str, category: type[Warning], filename: str, line: int, *rest: str | None) -> str:
+        if package not in Path(filename).parents:
+            return with_place(message, category, filename, line, *rest)
+        return f"warning: {message}\n" if is_first_rank() else ""
+
+    warnings.formatwarning = formatted
+
+
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Errors a user can fix become `error: …` and an exit code: 2 for settings and data, 1 for a failed run."""
+    one_line_warnings()
     try:
         yield
     except (ValueError, FloatingPointError, OSError) as error:

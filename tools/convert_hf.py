@@ -9,7 +9,6 @@ import argparse
 import re
 import signal
 import sys
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -25,7 +24,13 @@ if __name__ == "__main__":
 
 from megatron_glm.config.flags import Parser  # noqa: E402
 from megatron_glm.config.iterations import is_complete, iteration_folder, start  # noqa: E402
-from megatron_glm.launch import is_shown_elsewhere, ranks_from_slurm, run_program, world_size  # noqa: E402
+from megatron_glm.launch import (  # noqa: E402
+    is_shown_elsewhere,
+    one_line_warnings,
+    ranks_from_slurm,
+    run_program,
+    world_size,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -156,7 +161,7 @@ def convert(
     """Calls `run` in all processes, or in one that only reads, and returns the exit code."""
     import torch.distributed as dist  # a second or more, after the flags are read
 
-    warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
+    one_line_warnings()
     try:
         group = None if alone else meet(arguments)
     except (ValueError, OSError) as error:

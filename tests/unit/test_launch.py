@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 
 import pytest
@@ -145,3 +146,15 @@ def test_a_lost_rank_is_one_line_and_a_bug_keeps_its_traceback(monkeypatch, caps
         assert capsys.readouterr().err.startswith("error: rank 3 has lost another rank, whose own output says why: ")
     with pytest.raises(RuntimeError, match="shapes"), launch.one_line_errors():
         raise RuntimeError("shapes differ")
+
+
+def test_warnings_of_this_package_are_one_line_of_the_first_rank(monkeypatch):
+    monkeypatch.setattr(warnings, "formatwarning", plain := warnings.formatwarning)
+    launch.one_line_warnings.cache_clear()
+    launch.one_line_warnings()
+    here = str(Path(launch.__file__).parent / "checkpoint/hf.py")
+    assert warnings.formatwarning("no MTP layer", UserWarning, here, 94, "x = 1") == "warning: no MTP layer\n"
+    others = "slow", UserWarning, "/site-packages/torch/nn.py", 7, "y = 2"
+    assert warnings.formatwarning(*others) == plain(*others)
+    monkeypatch.setenv("RANK", "1")
+    assert warnings.formatwarning("no MTP layer", UserWarning, here, 94) == ""

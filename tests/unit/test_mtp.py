@@ -184,13 +184,13 @@ def test_steps_equal_the_hugging_face_modules(steps, shares, shift):
         begin += length
     assert found["lm"] == pytest.approx(sums[0].item(), rel=1e-6)
     for step in range(1, steps + 1):
-        assert found[f"mtp_{step}"] == pytest.approx(float(torch.as_tensor(sums[step]).detach()), rel=1e-5), step
+        assert found[f"mtp_{step}"] == pytest.approx(float(torch.as_tensor(sums[step]).detach()), rel=1e-6), step
         assert found[f"accepted_{step}"] == hits[step - 1]
     (sums[0] + 0.3 / steps * sum(sums[1:])).backward()
     expected = {n: p.grad for n, p in reference.named_canonical().items() if getattr(p, "grad", None) is not None}
     expected = {name: gradient for name, gradient in expected.items() if ".indexer." not in name}
     errors = gradient_errors(gradients, expected)
-    assert max(errors.values()) <= 1e-5, sorted(errors.items(), key=lambda item: -item[1])[:5]
+    assert max(errors.values()) <= 5e-6, sorted(errors.items(), key=lambda item: -item[1])[:5]
 
 
 class EngineCache:
