@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_glm.ops.total_variation import overlap, overlap_gradient
 from megatron_glm.parallel.draft_head import DraftHead
 from megatron_glm.parallel.vocab import Prediction
-from tests.reference import single_groups
+from tests.helpers.reference import single_groups
 
 pytestmark = pytest.mark.gpu
 

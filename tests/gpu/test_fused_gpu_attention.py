@@ -11,7 +11,7 @@ from megatron_glm.model.recompute import run_layer
 from megatron_glm.ops import latent as reference
 from megatron_glm.ops import rope as reference_rope
 from megatron_glm.ops.rows import row_count
-from tests.reference import single_chunk, small_config
+from tests.helpers.reference import single_chunk, small_config
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"

@@ -14,7 +14,7 @@ from megatron_glm.parallel.linear import replicated
 from megatron_glm.parallel.vocab import Prediction, VocabParallelHead
 from megatron_glm.parallel.whole_weights import WholeWeights, held_copy
 from megatron_glm.training.optimizer import build_optimizer
-from tests.reference import single_groups
+from tests.helpers.reference import single_groups
 
 pytestmark = pytest.mark.gpu
 NAN = float("nan")

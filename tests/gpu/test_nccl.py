@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.gpu.nccl_layouts import FEW, LAYOUTS
-from tests.reference import gradient_errors
+from tests.helpers.reference import gradient_errors
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_glm.config import ModelConfig
-from tests.finetune import assert_same, json_log, records, tensors
+from tests.helpers.finetune import assert_same, json_log, records, tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 # At twice the rate two roundings of one CPU part by 2e-2 in 130 steps, at this one by 5e-3.

@@ -11,7 +11,7 @@ import torch
 
 from megatron_glm.ops.grad_sum import add_pieces
 from tests.gpu.sharded_case import CASES
-from tests.reference import gradient_errors
+from tests.helpers.reference import gradient_errors
 
 pytestmark = pytest.mark.gpu
 

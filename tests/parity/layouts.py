@@ -15,8 +15,8 @@ from megatron_glm.data.packing import PackedBatch
 from megatron_glm.model.init import initialize_weights
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.parallel.shard import ShardInfo
-from tests.distributed import close_groups
-from tests.reference import recorded, single_groups, small_config
+from tests.helpers.distributed import close_groups
+from tests.helpers.reference import recorded, single_groups, small_config
 
 SEQ_LENGTH = 64
 GAP = 1e-5

@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 
 from megatron_glm.config import LossConfig, ParallelConfig, RunConfig
-from tests import distributed
+from tests.helpers import distributed
 from tests.parity.layouts import Result, clear_reference, parity_model, run_config, train_layouts
 from tests.parity.test_layouts import EVERY, FULL, SELECTIVE, compare, layout
 

@@ -13,7 +13,7 @@ from megatron_glm.checkpoint import merge, sharded
 from megatron_glm.config.model import ModelConfig
 from megatron_glm.launch import is_shown_elsewhere
 from megatron_glm.parallel.shard import Rectangle
-from tests import distributed
+from tests.helpers import distributed
 
 SHAPES = {"norm.weight": (17,), "lm_head.weight": (24, 10), "layers.1.mlp.experts.gate_up": (6, 8, 5)}
 

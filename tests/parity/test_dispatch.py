@@ -16,9 +16,9 @@ from megatron_glm.parallel.dispatch import DISPATCHERS, make_dispatcher
 from megatron_glm.parallel.dispatch.hybridep import HybridEPDispatcher
 from megatron_glm.parallel.dispatch.local import Dispatcher, LocalDispatcher
 from megatron_glm.parallel.groups import ParallelGroups
-from tests import hybridep
-from tests.distributed import close_groups, run
-from tests.reference import small_config
+from tests.helpers import hybridep
+from tests.helpers.distributed import close_groups, run
+from tests.helpers.reference import small_config
 
 RANKS, E, K, D, HIDDEN = 8, 16, 4, 12, 6
 LAYOUTS = [(2, None), (4, None), (8, None), (8, 2), (8, 4)]  # expert ranks, ranks of a node

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import run
+from tests.helpers.distributed import run
 
 
 def total(value):

@@ -11,7 +11,7 @@ import torch
 
 from megatron_glm.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig, PreferenceConfig, RunConfig
 from megatron_glm.data.packing import PackedBatch, Piece, build_batch
-from tests import distributed
+from tests.helpers import distributed
 from tests.parity.layouts import SEQ_LENGTH, Result, clear_reference, parity_model, run_config, train_layouts
 from tests.parity.test_layouts import FULL, KEPT, ZERO_BUBBLE, compare, layout
 

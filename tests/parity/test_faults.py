@@ -8,10 +8,10 @@ import torch
 
 from megatron_glm.config import ParallelConfig
 from megatron_glm.data.packing import PackedBatch
-from tests import distributed
+from tests.helpers import distributed
+from tests.helpers.reference import gradient_errors, single_groups
 from tests.parity.layouts import GAP, Result, pack, parity_model, run_config, train
 from tests.parity.test_layouts import compare
-from tests.reference import gradient_errors, single_groups
 
 REPLICATED = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm", "mlp.gate.weight", "input_layernorm")
 CUTS = ["Ett|t|t|tL", "Et|tt|t|tL", "Et|t|tt|tL", "Et|t|t|ttL", "E|tt|tt|tL", "Et|ttt|t|L"]  # of five layers

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from megatron_glm.config import ParallelConfig
 from megatron_glm.parallel.shard import shard_dim
 from megatron_glm.planner.plan import Plan
-from tests import distributed
+from tests.helpers import distributed
+from tests.helpers.reference import single_groups
 from tests.parity import test_resharding
 from tests.parity.layouts import parity_model, run_config, train
 from tests.parity.test_layouts import compare
-from tests.reference import single_groups
 
 MODEL = parity_model(4, n_routed_experts=2)  # on 4 ranks
 

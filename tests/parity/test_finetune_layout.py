@@ -9,8 +9,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from tests import distributed
-from tests.finetune import json_log
+from tests.helpers import distributed
+from tests.helpers.finetune import json_log
 
 FLAGS = "--seq-length 64 --global-batch-size 4 --num-layers 4 --vocab-size 256 --hidden-size 32 --log-file".split()
 LAYOUT = (

@@ -8,10 +8,10 @@ from functools import cache
 import pytest
 
 from megatron_glm.config import Fp8Config, ParallelConfig, RunConfig
-from tests import distributed
+from tests.helpers import distributed
+from tests.helpers.reference import gradient_errors, single_groups
 from tests.parity.layouts import Result, parity_model, run_config, train
 from tests.parity.test_layouts import ALLGATHER, EVERY, FULL, KEPT, SELECTIVE, ZERO_BUBBLE, layout
-from tests.reference import gradient_errors, single_groups
 
 pytestmark = pytest.mark.timeout(600)
 EXACT, SUMS, TOKENS = 1e-6, 5e-2, 0.15  # the same sums; sums in another order; rows of other tokens along a sum

@@ -13,8 +13,8 @@ from megatron_glm.checkpoint import convert, hf, sharded
 from megatron_glm.checkpoint.output import Run
 from megatron_glm.config.model import ModelConfig
 from megatron_glm.model.trained import is_trained
-from tests import distributed, hf_folder
-from tests.finetune import finetune, write_rows
+from tests.helpers import distributed, hf_folder
+from tests.helpers.finetune import finetune, write_rows
 from tests.parity.test_load_hf import MODEL
 
 LAYOUTS = {

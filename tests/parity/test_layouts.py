@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from megatron_glm.config import ParallelConfig
-from tests import distributed
+from tests.helpers import distributed
+from tests.helpers.reference import gradient_errors, single_groups
 from tests.parity.layouts import Result, clear_reference, parity_model, run_config, train, train_layouts
-from tests.reference import gradient_errors, single_groups
 
 # decoder layers, packs of a step
 LAYERS = {"few": (4, 2), "short": (4, 4), "wide": (4, 8), "deep": (12, 4)}

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from megatron_glm.checkpoint import convert, hf
 from megatron_glm.checkpoint.output import Run
 from megatron_glm.launch import one_line_errors
-from tests import distributed, hf_folder
-from tests.finetune import assert_same, finetune, keep_default_group, tensors, write_rows
+from tests.helpers import distributed, hf_folder
+from tests.helpers.finetune import assert_same, finetune, keep_default_group, tensors, write_rows
 
 MODEL = {
     "num_hidden_layers": 3,

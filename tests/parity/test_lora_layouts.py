@@ -14,10 +14,10 @@ from megatron_glm.config.lora import ADAPTABLE
 from megatron_glm.model.glm import GLMChunk
 from megatron_glm.model.init import _draw, initialize_weights
 from megatron_glm.parallel.fsdp import rectangle
-from tests import distributed
+from tests.helpers import distributed
+from tests.helpers.reference import single_chunk
 from tests.parity.layouts import Result, clear_reference, pack, parity_model, run_config, train_layouts
 from tests.parity.test_layouts import GRID, LAYERS, compare
-from tests.reference import single_chunk
 
 pytestmark = pytest.mark.timeout(300)
 

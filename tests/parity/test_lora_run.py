@@ -15,11 +15,11 @@ import torch.distributed as dist
 from megatron_glm.checkpoint import convert, hf, sharded
 from megatron_glm.checkpoint.output import Run
 from megatron_glm.config.parameters import ADAPTER
-from tests import distributed, hf_folder
-from tests.finetune import finetune, write_rows
+from tests.helpers import distributed, hf_folder
+from tests.helpers.finetune import finetune, write_rows
+from tests.helpers.tools import call
 from tests.parity.test_frozen import LAYOUTS, stored
 from tests.parity.test_load_hf import MODEL
-from tests.tools import call
 
 LORA = {"lora_rank": 4, "lora_alpha": 8, "lora_expert_rank": 8, "moe_router_bias_update_rate": None}
 

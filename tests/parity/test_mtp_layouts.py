@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megatron_glm.config import LossConfig, ParallelConfig, RunConfig
-from tests import distributed
+from tests.helpers import distributed
+from tests.helpers.reference import single_groups
 from tests.parity.layouts import Result, clear_reference, pack, parity_model, run_config, train_layouts
 from tests.parity.test_layouts import EVERY, FULL, KEPT, SELECTIVE, ZERO_BUBBLE, compare, layout
-from tests.reference import single_groups
 
 pytestmark = pytest.mark.timeout(900)  # the first case of a world size runs all of them
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from tests import distributed
-from tests.finetune import json_log
-from tests.pretrain import write_corpus
+from tests.helpers import distributed
+from tests.helpers.finetune import json_log
+from tests.helpers.pretrain import write_corpus
 
 STEPS, SAVED, KILLED = 40, 15, 18
 FLAGS = {
@@ -33,7 +33,7 @@ LAYOUT = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_mo
 
 def pretraining(folder: Path, kill_after: int | None, **flags) -> None:
     from megatron_glm.training import loop
-    from tests.pretrain import pretrain
+    from tests.helpers.pretrain import pretrain
 
     os.chdir(folder)
     os.environ["WORLD_SIZE"] = str(dist.get_world_size())

@@ -16,7 +16,7 @@ import finetune_glm
 from megatron_glm.config import DataConfig, PretrainDataConfig
 from megatron_glm.config.flags import build_parser
 from megatron_glm.rehearsal.report import print_rehearsal
-from tests.distributed import close_groups, run
+from tests.helpers.distributed import close_groups, run
 
 RANKS = 8
 SIZES = "--hf-config glm5.2-tiny --nproc-per-node 8 --seq-length 64 --train-iters 1 --attention-backend torch "

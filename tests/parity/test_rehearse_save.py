@@ -10,7 +10,7 @@ from types import ModuleType
 import torch.distributed as dist
 
 from megatron_glm.config import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
-from tests import distributed
+from tests.helpers import distributed
 
 PARALLEL = ParallelConfig(context_parallel_size=2, expert_model_parallel_size=2)
 

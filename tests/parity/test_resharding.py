@@ -25,10 +25,10 @@ from megatron_glm.config import (
 )
 from megatron_glm.data.finetuning import Documents, PackedDataset
 from megatron_glm.data.loader import MicroBatches
-from tests import distributed
-from tests.finetune import json_log
+from tests.helpers import distributed
+from tests.helpers.finetune import json_log
+from tests.helpers.reference import single_groups
 from tests.parity.layouts import SEQ_LENGTH, assemble, parity_model
-from tests.reference import single_groups
 
 TP2_EP2_PP2_VP2 = ParallelConfig(
     tensor_model_parallel_size=2,

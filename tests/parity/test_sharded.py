@@ -24,9 +24,9 @@ from megatron_glm.parallel.shard import shard_dim
 from megatron_glm.training.engine import Engine, losses_of
 from megatron_glm.training.initialize import build_chunks, pipeline_layout
 from megatron_glm.training.optimizer import MOMENTS, AdamW, build_optimizer
-from tests import distributed
-from tests.distributed import close_groups
-from tests.finetune import finetune, write_rows
+from tests.helpers import distributed
+from tests.helpers.distributed import close_groups
+from tests.helpers.finetune import finetune, write_rows
 from tests.parity.layouts import pack, parity_model, run_config
 from tests.parity.test_layouts import EVERY, FULL, KEPT, SELECTIVE, SLABS, ZERO_BUBBLE, layout
 

@@ -21,8 +21,8 @@ from megatron_glm.planner.traffic import rank_traffic
 from megatron_glm.training.engine import Engine, losses_of
 from megatron_glm.training.initialize import build_chunks
 from megatron_glm.training.optimizer import build_optimizer
-from tests import distributed
-from tests.distributed import close_groups
+from tests.helpers import distributed
+from tests.helpers.distributed import close_groups
 from tests.parity.layouts import pack
 from tests.parity.test_layouts import EVERY, FULL, KEPT, SLABS, layout
 from tests.parity.test_sharded import ADAPTERS, MTP, ON_FP8, configured, parameters

@@ -17,8 +17,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron_glm.launch import is_shown_elsewhere
-from tests import distributed
-from tests.finetune import finetune, keep_default_group, write_rows
+from tests.helpers import distributed
+from tests.helpers.finetune import finetune, keep_default_group, write_rows
 
 
 class Processes:

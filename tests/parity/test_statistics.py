@@ -8,9 +8,9 @@ import pytest
 
 from megatron_glm.config import ParallelConfig
 from megatron_glm.training.statistics import MODULES, module_of
-from tests import distributed
+from tests.helpers import distributed
+from tests.helpers.reference import recorded, single_groups
 from tests.parity.layouts import GAP, pack, parity_model, run_config
-from tests.reference import recorded, single_groups
 
 PACKS = 4
 SIZES = dict(sequence_parallel=True, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)

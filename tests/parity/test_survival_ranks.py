@@ -15,8 +15,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron_glm.checkpoint import sharded
-from tests import distributed
-from tests.finetune import finetune, keep_default_group, records, tensors, write_rows
+from tests.helpers import distributed
+from tests.helpers.finetune import finetune, keep_default_group, records, tensors, write_rows
 
 
 def outcome(folder: Path, **flags) -> tuple[int, str]:
