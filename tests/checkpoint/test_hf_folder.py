@@ -334,7 +334,7 @@ def test_a_path_of_another_kind_is_told(folder: Path, tmp_path: Path):
         "zai-org/GLM-5.2": command,
     }.items():
         with pytest.raises(ValueError, match=f"--load-hf {path}: the folder holds no model .*{words}"):
-            source.require_model(path)
+            source.require_model("--load-hf", path)
 
 
 @pytest.mark.parametrize("name, owner", [("common.pt", "Megatron-LM"), ("zero_pp_rank_0_mp_rank_00", "DeepSpeed")])

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from megatron_glm.data.rows import RowReader, RowSettings, TokenisedRows
 
-TEMPLATE = Path(__file__).resolve().parent / "fixtures" / "glm-4.6-chat_template.jinja"
+TEMPLATE = Path(__file__).resolve().parents[1] / "fixtures" / "glm-4.6-chat_template.jinja"
 SPECIAL = "<|endoftext|> [gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|>".split()
 THINK = ["<think>", "</think>"]  # added, not special, as in the released tokenizers
 
