@@ -28,13 +28,17 @@ from tests.parity.test_layouts import EVERY, FULL, KEPT, SLABS, layout
 from tests.parity.test_sharded import ADAPTERS, MTP, ON_FP8, configured, parameters
 
 
-def live_storages() -> dict[int, int]:
-    """Bytes by address of all memory that tensors hold."""
+def live_tensors() -> list[Tensor]:
     gc.collect()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of names that torch warns of when they are looked at
         tensors = [thing for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)]
-    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.device.type == "cpu"}
+    return [tensor for tensor in tensors if tensor.device.type == "cpu"]
+
+
+def storages(tensors: list[Tensor]) -> dict[int, int]:
+    """Bytes by address of the memory that they hold."""
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
 def grown(config: RunConfig) -> tuple[int, int]:
@@ -43,12 +47,13 @@ def grown(config: RunConfig) -> tuple[int, int]:
     chunks = build_chunks(config, groups)
     engine, optimizer = Engine(config, groups, chunks), build_optimizer(config.optimizer, chunks)
     batches = [pack(config.model, 0, 0, i) for i in range(config.train.global_batch_size // groups.dp.size())]
-    before, found = live_storages(), []
+    before, found = live_tensors(), []  # which live on, so that nothing new takes their addresses
+    known = storages(before)
     for run in engine.evaluate, lambda batches: engine.forward_backward(batches, dict.fromkeys(losses_of(config), 1)):
         run(batches)
         optimizer.zero_grad()
-        after = live_storages()
-        found.append(sum(nbytes for address, nbytes in after.items() if address not in before))
+        after = storages(live_tensors())
+        found.append(sum(nbytes for address, nbytes in after.items() if address not in known))
     close_groups(groups)
     return found[0], found[1]
 
