@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_glm.config import IndexerConfig, ModelConfig, RunConfig
+from megatron_glm.config import IndexerConfig, LoraConfig, ModelConfig, RunConfig
+from megatron_glm.config.lora import NO_ADAPTERS
 from megatron_glm.model.indexer_training import ROWS
 from megatron_glm.ops.indexer_loss import CHUNK_BYTES
 
@@ -13,7 +14,8 @@ from megatron_glm.ops.indexer_loss import CHUNK_BYTES
 class Shapes:
     """Sizes of one micro-batch on one rank.
 
-    b: bytes of an element in the forward; padding: rows of zeros that FP8 kernels add to those of a layer's experts.
+    b: bytes of an element in the forward; padding: rows of zeros that FP8 kernels add to those of a layer's experts;
+    lora: the adapters.
     """
 
     pack: int  # T
@@ -24,6 +26,7 @@ class Shapes:
     tp: int
     b: int
     padding: int = 0
+    lora: LoraConfig = NO_ADAPTERS
 
     def expert_rows(self, model: ModelConfig) -> int:
         """Rows that the experts of a layer compute, if routing is balanced."""
@@ -50,6 +53,7 @@ def layer_activations(model: ModelConfig, layer: int, s: Shapes) -> dict[str, in
         attention += sparse * heads * (latent + rope) * b + _selection(model, layer, s)
     outputs = _outputs(model, s) - (0 if sparse else s.tokens * heads * value * b)  # only dense rows: o_proj's input
     parts = {"norms": s.shard * (4 * d * b + 8), "attention": attention, "attention output": outputs}
+    parts["adapters"] = _adapters(model, layer, s)
     if not model.is_moe(layer):
         return parts | {"mlp": 3 * s.tokens * model.intermediate_size // s.tp * b + gathered * d}
     width, rows = model.moe_intermediate_size, s.shard * model.num_experts_per_tok
@@ -57,6 +61,23 @@ def layer_activations(model: ModelConfig, layer: int, s: Shapes) -> dict[str, in
     experts = s.expert_rows(model) * ((d + 2 * width) * b + 4 + 8)
     shared = 3 * s.tokens * model.n_shared_experts * width // s.tp * b
     return parts | {"mlp": router + experts + shared + gathered * d}
+
+
+def _adapters(model: ModelConfig, layer: int, s: Shapes) -> int:
+    """Of each adapter A x, of its rank; and the product of gate and up of the experts, which is computed again without.
+
+    kv_b_proj's is left out: of sparse rows it is of the rank a head, of dense ones of the rank.
+    """
+    if not s.lora.lora_rank or layer >= model.num_hidden_layers:
+        return 0
+    rank, expert_rank = (s.lora.rank_and_scale(expert)[0] for expert in (False, True))
+    targets = s.lora.lora_target_modules
+    rows = {"q_a_proj": s.shard, "kv_a_proj_with_mqa": s.shard} | dict.fromkeys(("q_b_proj", "o_proj"), s.tokens)
+    rows |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), s.tokens)
+    kept = rank * sum(rows[name] for name in rows if name in targets)
+    if "experts" in targets and model.is_moe(layer):
+        kept += s.expert_rows(model) * (3 * expert_rank + model.moe_intermediate_size)
+    return kept * s.b
 
 
 def _outputs(model: ModelConfig, s: Shapes) -> int:
@@ -168,12 +189,17 @@ def vocabulary_elements(model: ModelConfig, s: Shapes) -> int:
     return -(-model.vocab_size // s.tp) * model.hidden_size
 
 
+def head_gradient(config: RunConfig, s: Shapes) -> int:
+    """Bytes of the fp32 gradient of the vocabulary matrix, which the forward computes; 0 where it is frozen."""
+    return 4 * vocabulary_elements(config.model, s) * ("trunk" in config.trained_parts)
+
+
 def head_kept(config: RunConfig, s: Shapes) -> int:
     """Bytes that last norm and head keep: the norm's input, and the gradients of the hidden states, MTP's included,
-    and, in fp32, of the vocabulary matrix, which the forward has computed."""
+    and of the vocabulary matrix."""
     model, predictions = config.model, 1 + config.losses.mtp_steps
     rows = (predictions * s.tokens + s.shard) * model.hidden_size * s.b + 4 * s.shard
-    return 4 * vocabulary_elements(model, s) + rows
+    return head_gradient(config, s) + rows
 
 
 def head_bytes(config: RunConfig, s: Shapes) -> int:

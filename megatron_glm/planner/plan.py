@@ -35,6 +35,7 @@ from megatron_glm.parallel.pipeline.simulate import Simulation, simulate
 from megatron_glm.planner.activations import (
     Shapes,
     head_bytes,
+    head_gradient,
     head_kept,
     indexer_kept,
     indexer_working,
@@ -43,7 +44,6 @@ from megatron_glm.planner.activations import (
     layer_gradients,
     layer_kept,
     student_arrived,
-    vocabulary_elements,
 )
 from megatron_glm.planner.units import BytesHeld, FsdpUnit, stage_units
 
@@ -126,7 +126,7 @@ class Plan:
             dense = tokens
         padding = (MULTIPLE - 1) * config.model.n_routed_experts // grid.ep if config.fp8.blockwise else 0
         b = 2 if config.train.bf16 else 4
-        return Shapes(pack, tokens, tokens // grid.tp, dense, min(topk, pack), grid.tp, b, padding)
+        return Shapes(pack, tokens, tokens // grid.tp, dense, min(topk, pack), grid.tp, b, padding, config.lora)
 
     @cached_property
     def dispatcher(self) -> Dispatcher:
@@ -260,8 +260,8 @@ class Plan:
     def _head(self) -> int:
         """What head and loss hold; the gradient of their matrix only where it is in no sum of gradients."""
         summed = self._accumulates or self._whole(False)
-        matrix = FP32 * vocabulary_elements(self.config.model, self.shapes)
-        return head_bytes(self.config, self.shapes) - (matrix if summed else 0)
+        matrix = head_gradient(self.config, self.shapes) if summed else 0
+        return head_bytes(self.config, self.shapes) - matrix
 
     def _gathered(self, pp_rank: int) -> int:
         """Forward weights: the layer at work with the next one, embedding or head beside them; all that stay gathered.

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from megatron_glm.config import LossConfig, ModelConfig, ParallelConfig, RunConfig
+from megatron_glm.config import LoraConfig, LossConfig, ModelConfig, ParallelConfig, RunConfig
 from megatron_glm.config.flags import build_parser
+from megatron_glm.config.lora import NO_ADAPTERS
 from megatron_glm.model import moe, recompute
 from megatron_glm.model.norm import RMSNorm
 from megatron_glm.model.pack import PackRows
@@ -210,9 +211,9 @@ def as_on_cuda(monkeypatch) -> None:
     monkeypatch.setattr(moe, "grouped_mlp", lambda rows, *others: KernelExperts.apply(rows, others[2]))
 
 
-def saved_bytes(model: ModelConfig, tokens: int) -> int:
+def saved_bytes(model: ModelConfig, tokens: int, lora: LoraConfig = NO_ADAPTERS) -> int:
     """What autograd keeps of a model without its head, weights aside: every storage once."""
-    chunk = single_chunk(model)
+    chunk = single_chunk(model, lora=lora)
     plan = PackRows.build(model, (tokens,), tokens, dense_rows="off")
     hidden = torch.randn(tokens, model.hidden_size, requires_grad=True)
     weights = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
