@@ -122,7 +122,12 @@ def as_json(found: Rehearsal) -> dict[str, Any]:
         "pipeline_rank": found.pp_rank,
         "device": found.device,
         "memory": memory(found),
-        "peak": {"planned": sum(plan.memory(found.pp_rank).values()), "measured": found.peak, "reserve": RESERVE},
+        "peak": {
+            "planned": sum(plan.memory(found.pp_rank).values()),
+            "measured": found.peak,
+            "reserve": RESERVE,
+            "taken": found.taken,
+        },
         "actions": [
             {
                 "kind": NAMES[action.kind],
@@ -172,6 +177,7 @@ def lines(found: Rehearsal) -> Iterator[str]:
         yield f"  {kind:<34}{row['planned'] / GIB:10.3f}{_gib(row['measured'])}"
     peak = whole["peak"]
     yield f"  {'peak without the reserve':<34}{(peak['planned'] - RESERVE) / GIB:10.3f}{_gib(peak['measured'])}"
+    yield f"  {'memory of the device taken':<34}{peak['planned'] / GIB:10.3f}{_gib(peak['taken'])}"
     yield ""
     yield f"{'seconds of an action (mean)':<36}{'simulated':>10}{'here':>10}"
     simulated = simulated_seconds(found)

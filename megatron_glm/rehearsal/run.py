@@ -58,9 +58,10 @@ class Saved:
 class Rehearsal:
     """What one rank did in two steps; the first compiles kernels, and shows what is kept and sent.
 
-    held: bytes by the plan's kinds, between steps; kept: the most bytes that autograd kept; peak: of the device's
-    memory, None on a CPU. Seconds are those of the second step; on a GPU the device times its actions.
-    host_seconds: of its actions, until the last was handed to the device.
+    held: bytes by the plan's kinds, between steps; kept: the most bytes that autograd kept; peak: of the tensors on
+    the device in the two steps; taken: of its memory, with free blocks and CUDA's own; both None on a CPU. Seconds are
+    those of the second step; on a GPU the device times its actions. host_seconds: of its actions, until the last was
+    handed to the device.
     """
 
     plan: Plan
@@ -70,6 +71,7 @@ class Rehearsal:
     held: dict[str, int]
     kept: int
     peak: int | None
+    taken: int | None
     messages: Messages
     step_seconds: float
     actions: list[tuple[Action, float]]
@@ -178,6 +180,9 @@ def rehearse(flags: argparse.Namespace, data: DataSection = DataConfig) -> Rehea
 
 def _two_steps(plan: Plan, machine: Machine, rank: int) -> Rehearsal:
     part = Part.of(plan)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()  # random weights are drawn where a run reads its own
     kept, messages = part.first_step(mirror.MirrorGroup)
     watch = ActionTimes()
     part.engine.around_actions = watch.around
@@ -186,6 +191,7 @@ def _two_steps(plan: Plan, machine: Machine, rank: int) -> Rehearsal:
     part.step()
     _wait()
     seconds = time.perf_counter() - begin
+    peak, taken = _device_memory()
     with tempfile.TemporaryDirectory(prefix="megatron_glm_rehearsal_") as folder:
         saved = part.save(Path(folder))
     return Rehearsal(
@@ -195,7 +201,8 @@ def _two_steps(plan: Plan, machine: Machine, rank: int) -> Rehearsal:
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         held=part.held_bytes(),
         kept=kept,
-        peak=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
+        peak=peak,
+        taken=taken,
         messages=messages,
         step_seconds=seconds,
         actions=watch.seconds(),
@@ -250,6 +257,14 @@ class ActionTimes:
 
     def seconds(self) -> list[tuple[Action, float]]:
         return [(action, _between(begin, end)) for action, begin, end in self._marks]
+
+
+def _device_memory() -> tuple[int | None, int | None]:
+    """Bytes of the tensors at their peak, and of the device's memory that this process has taken by now."""
+    if not torch.cuda.is_available():
+        return None, None
+    free, total = torch.cuda.mem_get_info()
+    return torch.cuda.max_memory_allocated(), total - free
 
 
 def _wait() -> None:
