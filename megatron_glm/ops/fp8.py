@@ -36,11 +36,12 @@ def quantize(x: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tensor, Tensor]
         the block is not.
     """
     values = torch.empty(x.shape, dtype=FP8, device=x.device)
+    most = torch.full((), LARGEST, device=x.device)  # by a Python number CUDA multiplies with its inverse: other bits
     scales = torch.empty(scale_shape(tuple(x.shape), block), dtype=torch.float32, device=x.device)
     for matrix, into, scale in zip(*map(_matrices, (x, values, scales)), strict=True):
         for start, stop in _slabs(len(matrix), block[0]):
             rows = matrix[start:stop].float()
-            largest = _blocks(rows.abs(), block).amax((1, 3)) / LARGEST
+            largest = _blocks(rows.abs(), block).amax((1, 3)) / most
             mine = scale[start // block[0] : -(-stop // block[0])]
             mine.copy_(largest.clamp(min=SMALLEST_SCALE))
             # By the inverse, as kernels do: a division for each number costs them more than reading it. A product just

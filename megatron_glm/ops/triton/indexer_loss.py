@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 64  # slots that a program works on at a time
-FEW_HEADS, MANY_HEADS = {"num_warps": 4, "num_stages": 3}, {"num_warps": 8, "num_stages": 2}  # above 64: as fits
+FEW_HEADS = {"block": BLOCK, "num_warps": 4, "num_stages": 3}
+MANY_HEADS = {"block": 32, "num_warps": 8, "num_stages": 2}  # above 64: what fits beside 128 queries of 576
 LOG2E = tl.constexpr(1.4426950408889634)  # e^x = 2^(x LOG2E)
 
 
@@ -105,7 +106,7 @@ def attention_mass_triton(q: Tensor, kv: Tensor, idx: Tensor, lse: Tensor, scale
     if rows:
         _attention_mass[(rows,)](
             q.contiguous(), kv, idx.contiguous(), lse.contiguous(), _used(idx), mass, slots, scale, heads,
-            padded, left, width - left, BLOCK, **FEW_HEADS if padded <= 64 else MANY_HEADS,
+            padded, left, width - left, **FEW_HEADS if padded <= 64 else MANY_HEADS,
         )  # fmt: skip
     return mass
 
