@@ -209,6 +209,7 @@ class _CrossEntropy(torch.autograd.Function):
                     torch.mm(grad_logits, weight, out=grad_hidden[rows])
                 if (wants_weight or wants_total) and prediction.trains_head:
                     grad_weight = add_product(grad_weight, grad_logits, hidden[rows])
+                del logits, grad_logits  # before the next ones are made
         ctx.mark_non_differentiable(chosen)
         ctx.gradients = grad_hidden, grad_weight.to(weight.dtype) if wants_weight and grad_weight is not None else None
         ctx.total, ctx.addend = total, grad_weight if wants_total and present is None else None
