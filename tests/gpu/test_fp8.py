@@ -189,7 +189,7 @@ def test_experts_and_their_rows(kernels):
     for device, products, multiple in (("cpu", Fp8Products(False), 1), ("cuda", kernels(False), 128)):
         torch.full((1 << 26,), NAN, device="cuda")
         leaves = [y.to(device).bfloat16().requires_grad_() for y in (x, *matrices)]
-        weight = weights.to(device).requires_grad_()
+        weight = weights.detach().to(device).requires_grad_()
         rows = RowMap.build(ids.to(device), experts, multiple)
         moved, row_weights = permute(leaves[0], weight, rows)
         out = unpermute(grouped_mlp(moved, row_weights, rows.counts, *leaves[1:], products), rows)
