@@ -24,7 +24,7 @@ MODEL_ARGS=(--hf-config glm5.2 --bf16 --attention-backend tilelang --recompute-g
 PARALLEL_ARGS=(--tensor-model-parallel-size 1 --context-parallel-size 8 --pipeline-model-parallel-size 4
   --num-layers-per-virtual-pipeline-stage 2 --expert-model-parallel-size 64
   --moe-token-dispatcher-type hybrid --expert-node-size "$GPUS_PER_NODE"
-  --reshard-after-forward false --reshard-experts-after-forward true)
+  --reshard-after-forward false --reshard-experts-after-forward false)
 DATA_ARGS=(--data-path "$DATA_PATH" --seq-length 32768 --packing best-fit)
 OPTIMIZER_ARGS=(--lr 1e-5 --lr-decay-style constant --weight-decay 0
   --adam-beta1 0.9 --adam-beta2 0.999 --adam-eps 1e-8)

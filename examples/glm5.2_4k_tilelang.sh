@@ -25,7 +25,7 @@ PARALLEL_ARGS=(--tensor-model-parallel-size 1 --context-parallel-size 1 --pipeli
   --num-layers-per-virtual-pipeline-stage 2 --expert-model-parallel-size 64
   --moe-token-dispatcher-type hybrid --expert-node-size "$GPUS_PER_NODE"
   --reshard-after-forward false --reshard-experts-after-forward true
-  --grad-sync every) # what fits 80 GB: gradients that wait for a step's last micro-batch take 14 GiB more
+  --grad-sync last)
 DATA_ARGS=(--data-path "$DATA_PATH" --seq-length 4096 --packing best-fit)
 OPTIMIZER_ARGS=(--lr 1e-5 --lr-decay-style constant --weight-decay 0
   --adam-beta1 0.9 --adam-beta2 0.999 --adam-eps 1e-8)

@@ -22,6 +22,7 @@ from megatron_glm.config.plan_flags import PLAN_FLAGS
 from megatron_glm.parallel.fsdp import local, reduce_partial_gradients
 from megatron_glm.parallel.groups import ParallelGroups
 from megatron_glm.planner.machine import H200
+from megatron_glm.planner.memory import rank_memory
 from megatron_glm.planner.plan import Plan
 from megatron_glm.planner.time import calibration, step_time, unpredictable
 from megatron_glm.rehearsal.made_up import balance, draw, packs
@@ -201,7 +202,7 @@ def measure_step(config: RunConfig, flags: argparse.Namespace) -> dict:
         "matmul_tflops": rate,
         "share_of_matmul_rate": flops / both / ranks / 1e12 / rate,
         "fp8": config.fp8.blockwise,
-        "planned_bytes": plan.memory(place),
+        "planned_bytes": rank_memory(plan, place),
         "planned_kept_by_a_forward": plan.kept_by_a_forward(place),
         "bytes_kept_by_a_forward": kept,
         "peak_bytes": peak,

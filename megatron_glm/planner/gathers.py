@@ -1,4 +1,4 @@
-"""What --data-parallel-sharding slabs gathers and reduces in a step: the schedule, and which unit each slab holds."""
+"""What --data-parallel-sharding slabs holds, and gathers and reduces in a step: which unit each slab has, and when."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def slab_traffic(plan: Plan, pp_rank: int, differentiates: bool) -> Counter:
                 continue
             axis, share = "edp" if unit.expert else "dp_cp", (ranks - 1) / ranks
             alone = unit.expert and reductions == count and unit.calls(stage, steps) == 1
-            found[axis, "gathered weights"] += share * plan.gathered_bytes(unit) * gathers[chunk, place]
+            found[axis, "gathered weights"] += share * gathered_bytes(plan, unit) * gathers[chunk, place]
             gradient = plan.shapes.b if alone else FP32
             found[axis, "reduced gradients"] += share * unit.trained_elements * gradient * reductions
     return found
@@ -39,7 +39,7 @@ def slab_traffic(plan: Plan, pp_rank: int, differentiates: bool) -> Counter:
 
 def times_gathered(plan: Plan, pp_rank: int, differentiates: bool) -> Counter[Place]:
     """How often a step gathers each unit: whenever its slab holds another one, or weights of before the step."""
-    stages, slabs = plan.layout.of_rank(pp_rank), plan.slabs(pp_rank)
+    stages, held = plan.layout.of_rank(pp_rank), slabs(plan, pp_rank)
     found: Counter[Place] = Counter()
     holders: dict[Any, Place] = {}
     for kind, chunk, _ in plan.schedule.actions[pp_rank]:
@@ -51,8 +51,8 @@ def times_gathered(plan: Plan, pp_rank: int, differentiates: bool) -> Counter[Pl
             order = _backward(units, differentiates)
         for place in order:
             at = chunk, place
-            if at in slabs and holders.get(slabs[at]) != at:
-                holders[slabs[at]] = at
+            if at in held and holders.get(held[at]) != at:
+                holders[held[at]] = at
                 found[at] += 1
     return found
 
@@ -83,3 +83,41 @@ def _backward(units: tuple[FsdpUnit, ...], differentiates: bool) -> Iterator[int
             layers[-1].append(place)
     for places in reversed(layers):
         yield from (p for p in places if units[p].runs and (differentiates or units[p].trained_elements))
+
+
+def slab_bytes(plan: Plan, pp_rank: int) -> int:
+    """With slabs: shards in the type that computes, where their masters have another, and gathered weights."""
+    b, found, stages = plan.shapes.b, 0, plan.layout.of_rank(pp_rank)
+    largest: dict[Any, int] = {}  # of each slab
+    for (chunk, place), slab in slabs(plan, pp_rank).items():
+        unit = plan.units(stages[chunk])[place]
+        if unit.runs:
+            trained, frozen = unit.shard(0, plan.sharing(unit.expert))
+            in_fp8 = unit.expert and plan.experts_in_fp8
+            found += b * (trained * (b < FP32) + frozen * (plan.frozen_bytes != b and not in_fp8))
+        if unit.runs or slab != (chunk, place):
+            largest[slab] = max(largest.get(slab, 0), gathered_bytes(plan, unit))
+    return found + sum(largest.values())
+
+
+def slabs(plan: Plan, pp_rank: int) -> dict[Place, Any]:
+    """By virtual stage and place in its units, the slab of each unit that ranks share: two for each kind, which all
+    stages of the rank take turns in, one for embedding and head, and its own for one that stays gathered."""
+    parallel, found, turns = plan.config.parallel, {}, Counter()
+    for chunk, stage in enumerate(plan.layout.of_rank(pp_rank)):
+        for place, unit in enumerate(plan.units(stage)):
+            reshards = parallel.reshard_experts_after_forward if unit.expert else parallel.reshard_after_forward
+            if plan.sharing(unit.expert) == 1:
+                continue
+            found[chunk, place] = chunk, place
+            if reshards and unit.kind != "root":
+                kind = "vocabulary" if unit.vocabulary else unit.kind
+                found[chunk, place] = kind, turns[kind] % (1 if unit.vocabulary else 2)
+                turns[kind] += 1
+    return found
+
+
+def gathered_bytes(plan: Plan, unit: FsdpUnit) -> int:
+    """Of a unit with slabs, where it is whole."""
+    in_fp8 = unit.elements - unit.trained_elements if unit.expert and plan.experts_in_fp8 else 0
+    return plan.shapes.b * (unit.elements - in_fp8) + in_fp8

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_glm.parallel.pipeline.schedule import BACKWARD, FORWARD, WEIGHT
 from megatron_glm.parallel.pipeline.simulate import Simulation
+from megatron_glm.planner.memory import rank_memory
 from megatron_glm.planner.plan import GIB, Plan
 from megatron_glm.planner.time import StepTime
 
@@ -60,7 +61,7 @@ def draw_plan(plan: Plan, time: StepTime | None, file: Path, memory: float) -> N
     else:
         draw_timeline(above, time.simulation, "seconds")
     ranks, held = range(plan.grid.pp), [0.0] * plan.grid.pp
-    by_rank = [plan.memory(rank) for rank in ranks]
+    by_rank = [rank_memory(plan, rank) for rank in ranks]
     for kind in by_rank[0]:
         sizes = [found[kind] / GIB for found in by_rank]
         if max(sizes) > 0.005 * memory / GIB:

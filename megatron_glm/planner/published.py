@@ -12,6 +12,7 @@ from megatron_glm.config.flags import build_parser
 from megatron_glm.config.plan_flags import GPU_TYPES
 from megatron_glm.planner.found import search
 from megatron_glm.planner.machine import MACHINES
+from megatron_glm.planner.memory import fits_in, peak_memory
 from megatron_glm.planner.plan import GIB, Plan
 from megatron_glm.planner.report import planned_config
 from megatron_glm.planner.time import step_time
@@ -51,10 +52,10 @@ def _published(run: str, cp: int, gpus: int, gpu: str) -> str:
             plan = Plan.create(changed, gpus, 8)
         except ValueError:
             return f"needs {PUBLISHED_GPUS} GPUs | | "
-        if plan.fits(MACHINES[gpu].memory):
+        if fits_in(plan, MACHINES[gpu].memory):
             speed = step_time(plan, MACHINES[gpu]).tokens_per_second_per_gpu
-            return f"{_layout(plan)} | {plan.peak() / GIB:.1f} | {speed:.0f}"
-    return f"{_layout(plan)} | {plan.peak() / GIB:.1f} | does not fit"
+            return f"{_layout(plan)} | {peak_memory(plan) / GIB:.1f} | {speed:.0f}"
+    return f"{_layout(plan)} | {peak_memory(plan) / GIB:.1f} | does not fit"
 
 
 def _best(run: str, gpus: int, gpu: str) -> str:

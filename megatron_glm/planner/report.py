@@ -21,6 +21,7 @@ from megatron_glm.data.blend import parse_blend
 from megatron_glm.model.pack import work_per_rank
 from megatron_glm.parallel.pipeline.simulate import Simulation
 from megatron_glm.planner.machine import MEASURED_ROWS, Machine, machine_of
+from megatron_glm.planner.memory import peak_memory, rank_memory
 from megatron_glm.planner.picture import check_picture, draw_plan
 from megatron_glm.planner.plan import GIB, Plan
 from megatron_glm.planner.time import StepTime, step_time, unpredictable
@@ -203,7 +204,7 @@ def _layout_lines(plan: Plan) -> Iterator[str]:
 
 
 def _memory_lines(plan: Plan) -> Iterator[str]:
-    ranks = [plan.memory(rank) for rank in range(plan.grid.pp)]
+    ranks = [rank_memory(plan, rank) for rank in range(plan.grid.pp)]
     yield "memory of a GPU at its peak, GiB (weights, moments and gradient shards exact, the rest estimated)"
     yield f"  {'pp rank':<34}" + "".join(f"{rank:>8}" for rank in range(len(ranks)))
     for kind in ranks[0]:
@@ -268,7 +269,7 @@ def _traffic_lines(plan: Plan, machine: Machine) -> Iterator[str]:
 
 
 def _verdict_lines(plan: Plan, machine: Machine) -> Iterator[str]:
-    peak, gpu_memory = plan.peak(), machine.memory
+    peak, gpu_memory = peak_memory(plan), machine.memory
     sizes = f"{peak / GIB:.1f} GiB at the peak of the fullest rank, {gpu_memory / GIB:.1f} GiB a GPU"
     if peak <= gpu_memory:
         yield f"verdict: fits ({sizes})"
@@ -276,7 +277,7 @@ def _verdict_lines(plan: Plan, machine: Machine) -> Iterator[str]:
         return
     yield f"verdict: does not fit ({sizes}); what changes it:"
     for text, other in (*_alternatives(plan), *_together(plan, gpu_memory)):
-        reached = other.peak()
+        reached = peak_memory(other)
         yield f"  {text}: {reached / GIB:.1f} GiB{', fits' if reached <= gpu_memory else ''}"
 
 
@@ -297,15 +298,17 @@ def _faster_lines(plan: Plan, machine: Machine) -> Iterator[str]:
         if all(getattr(plan.config.parallel, field) != value for field, value in change.items()):
             other = replace(plan.config, parallel=replace(plan.config.parallel, **change))
             other = Plan.create(other, plan.world_size, plan.gpus_per_node)
-            if other.peak() <= 0.99 * machine.memory:  # what is estimated of a plan should not decide
+            if peak_memory(other) <= 0.99 * machine.memory:  # what is estimated of a plan should not decide
                 found.append((change, other))
     alone = [(change, other) for change, other in found if len(change) == 1]
     # Of settings that send as little, the one that needs least memory: some spend it and send nothing less.
-    best = min(found, key=lambda pair: (round(transfer_seconds(pair[1], machine), 2), pair[1].peak()), default=None)
+    best = min(
+        found, key=lambda pair: (round(transfer_seconds(pair[1], machine), 2), peak_memory(pair[1])), default=None
+    )
     shown = alone if best is None or best in alone else [*alone, best]
     for change, other in shown:
         if (less := seconds - transfer_seconds(other, machine)) > max(0.01 * seconds, 0.05):  # 0.0 s says nothing
-            more = (other.peak() - plan.peak()) / GIB
+            more = (peak_memory(other) - peak_memory(plan)) / GIB
             yield f"  faster: {_flags(change)} takes {more:.1f} GiB more and {less:.1f} of {seconds:.1f} s less to send"
 
 
@@ -347,11 +350,11 @@ def _together(plan: Plan, gpu_memory: float) -> Iterator[tuple[str, Plan]]:
 
     changes, best = [], plan
     for change in _savings(plan.config):
-        if best.peak() > gpu_memory and (other := _less(best, change)) is not None:
+        if peak_memory(best) > gpu_memory and (other := _less(best, change)) is not None:
             changes, best = [*changes, change], other
     for change in reversed(changes):  # what a later one has made needless
         fewer = [kept for kept in changes if kept is not change]
-        if (other := _less(plan, merged(fewer))) is not None and other.peak() <= gpu_memory:
+        if (other := _less(plan, merged(fewer))) is not None and peak_memory(other) <= gpu_memory:
             changes, best = fewer, other
     if len(changes) > 1:
         yield f"together {_flags(merged(changes))}", best
@@ -368,7 +371,7 @@ def _less(plan: Plan, change: dict[str, Any], ranks: int | None = None) -> Plan 
         other = Plan.create(config, ranks or plan.world_size, plan.gpus_per_node)
     except ValueError:
         return None  # a layout that cannot be is no advice
-    return other if other.peak() < plan.peak() else None
+    return other if peak_memory(other) < peak_memory(plan) else None
 
 
 def _flags(change: dict[str, Any]) -> str:

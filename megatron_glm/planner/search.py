@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from megatron_glm.config import LARGEST_BF16_BETA, OptimizerConfig, RunConfig, flag_name
 from megatron_glm.parallel.pipeline.split import AUTO_MAX_CHUNKS, auto_sizes, layout_string
 from megatron_glm.planner.machine import Machine
+from megatron_glm.planner.memory import fits_in, peak_memory
 from megatron_glm.planner.plan import GIB, Plan
 from megatron_glm.planner.time import StepTime, least_work, step_time
 
@@ -204,12 +205,12 @@ class Search:
             for number, layout in enumerate(cuts):
                 last = layout == cuts[-1]
                 least = smallest if last else self._plan(self._configured(base, granularity, layout))
-                if least is None or not least.fits(self.machine.memory):
+                if least is None or not fits_in(least, self.machine.memory):
                     continue
                 for plan in self._fitting(least, number, kept):
                     time = step_time(plan, self.machine)
                     if time.seconds <= self._limit(found):
-                        yield Result(base, time, plan.peak())
+                        yield Result(base, time, peak_memory(plan))
 
     def _cuts(self, base: Base, granularity: str) -> list[str | None]:
         """Layouts of virtual stages: the fastest, which is auto, and those with fewer of them, which keep less."""
@@ -230,9 +231,9 @@ class Search:
         return self.config.train.global_batch_size * base.tp * base.cp * base.pp // base.micro_batch // self.world_size
 
     def _fits(self, plan: Plan) -> bool:
-        if fits := plan.fits(self.machine.memory):
+        if fits := fits_in(plan, self.machine.memory):
             return fits
-        if (peak := plan.peak()) and (self.nearest is None or peak < self.nearest[0]):
+        if (peak := peak_memory(plan)) and (self.nearest is None or peak < self.nearest[0]):
             self.nearest = peak, plan
         return False
 
@@ -252,7 +253,7 @@ class Search:
             chosen = {name: options[i] for name, options, i in zip(SETTINGS, values, choice[2:], strict=True)}
             config = replace(least.config, optimizer=moments[choice[1]])
             plan = least.with_settings(replace(config, parallel=replace(config.parallel, **chosen)))
-            if plan.fits(self.machine.memory):
+            if fits_in(plan, self.machine.memory):
                 kept.append(choice)
                 yield plan
 

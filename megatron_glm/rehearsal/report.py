@@ -16,11 +16,14 @@ from megatron_glm.config.flags import DataSection, refuse
 from megatron_glm.parallel.pipeline.schedule import BACKWARD, FORWARD, WEIGHT
 from megatron_glm.parallel.pipeline.simulate import Simulation, simulate
 from megatron_glm.planner import picture
+from megatron_glm.planner.memory import RESERVE, kept_at_once, rank_memory
 from megatron_glm.planner.picture import NAMES
-from megatron_glm.planner.plan import GIB, RESERVE
+from megatron_glm.planner.plan import GIB
 from megatron_glm.planner.time import transfers
 from megatron_glm.planner.traffic import rank_traffic
 from megatron_glm.rehearsal.run import Rehearsal, rehearse
+
+MOST_KEPT = "most activations at a time"
 
 
 def print_rehearsal(flags: argparse.Namespace, data: DataSection = DataConfig) -> None:
@@ -38,10 +41,14 @@ def print_rehearsal(flags: argparse.Namespace, data: DataSection = DataConfig) -
 
 
 def memory(found: Rehearsal) -> dict[str, dict[str, int | None]]:
-    """Bytes by the plan's kinds: planned, and measured where a kind of its own can be; None elsewhere."""
-    measured: dict[str, int] = found.held | {"activations": found.kept}
-    planned = found.plan.memory(found.pp_rank)
-    return {kind: {"planned": nbytes, "measured": measured.get(kind)} for kind, nbytes in planned.items()}
+    """Bytes by the plan's kinds at the fullest moment: planned, and measured of what is held between steps; None
+    elsewhere. Last the most activations at a time, which may be another moment's."""
+    planned, most = rank_memory(found.plan, found.pp_rank), kept_at_once(found.plan, found.pp_rank)
+    measured: dict[str, int] = found.held | {MOST_KEPT: found.kept}
+    return {
+        kind: {"planned": nbytes, "measured": measured.get(kind)}
+        for kind, nbytes in (planned | {MOST_KEPT: most}).items()
+    }
 
 
 def stage_seconds(found: Rehearsal) -> dict[tuple[str, int], float]:
@@ -123,7 +130,7 @@ def as_json(found: Rehearsal) -> dict[str, Any]:
         "device": found.device,
         "memory": memory(found),
         "peak": {
-            "planned": sum(plan.memory(found.pp_rank).values()),
+            "planned": sum(rank_memory(plan, found.pp_rank).values()),
             "measured": found.peak,
             "reserve": RESERVE,
             "taken": found.taken,

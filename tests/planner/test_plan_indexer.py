@@ -19,6 +19,7 @@ from megatron_glm.config import (
 from megatron_glm.model.indexer_training import student_fields
 from megatron_glm.planner import activations
 from megatron_glm.planner.activations import Shapes, indexer_kept, indexer_working, student_arrived
+from megatron_glm.planner.memory import rank_memory
 from megatron_glm.planner.plan import GIB, Plan
 from megatron_glm.planner.traffic import rank_traffic
 
@@ -73,9 +74,9 @@ def test_128k_rows_need_1_gib_of_a_rank_in_warm_up(monkeypatch):
         assert (
             indexer_working(IndexerConfig("warmup"), MODEL, Shapes(131072, tokens, tokens, tokens, 2048, 1, 2)) == GIB
         )
-    with_loss = plan("warmup").memory(1)
+    with_loss = rank_memory(plan("warmup"), 1)
     monkeypatch.setattr(activations, "CHUNK_BYTES", 0)
-    without = plan("warmup").memory(1)
+    without = rank_memory(plan("warmup"), 1)
     assert with_loss["working set of a layer"] - without["working set of a layer"] == GIB
     assert with_loss["AdamW moments"] < GIB / 10 and with_loss["frozen weights"] > 5 * GIB
 
@@ -85,7 +86,8 @@ def test_the_sparse_stage_needs_a_few_arrays_of_the_selected_keys():
     working = indexer_working(IndexerConfig("sparse"), MODEL, shapes)
     assert working == 4 * shapes.tokens * ROW + 2 * shapes.dense * 64 * 576 * 2 and shapes.dense < 4096
     off, own, served = (
-        [p.memory(rank) for rank in range(4)] for p in (plan(), plan("sparse", indexer_teacher="own"), plan("sparse"))
+        [rank_memory(p, rank) for rank in range(4)]
+        for p in (plan(), plan("sparse", indexer_teacher="own"), plan("sparse"))
     )
     assert served[1]["working set of a layer"] - off[1]["working set of a layer"] == working
     less, more = (

@@ -17,6 +17,7 @@ from megatron_glm.parallel.pipeline.layout import build_layout
 from megatron_glm.parallel.pipeline.split import auto_sizes, layout_string
 from megatron_glm.planner import found, search
 from megatron_glm.planner.machine import H200, machine_of
+from megatron_glm.planner.memory import peak_memory
 from megatron_glm.planner.plan import GIB, Plan
 from megatron_glm.planner.report import planned_config, print_plan
 from megatron_glm.planner.time import step_time
@@ -103,7 +104,7 @@ def every_layout(words: list[str], gpus: int, memory: float):
                 plan = Plan.create(replace(config, parallel=parallel, train=train), gpus, gpus)
             except ValueError:
                 continue
-            if plan.peak() <= memory:
+            if peak_memory(plan) <= memory:
                 yield step_time(plan, replace(H200, memory=memory)).seconds
 
 

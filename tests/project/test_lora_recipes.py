@@ -8,7 +8,9 @@ import pytest
 
 from megatron_glm.checkpoint.adapters import Base, adapter_state
 from megatron_glm.config import LoraConfig
+from megatron_glm.planner.memory import fits_in, peak_memory
 from megatron_glm.planner.plan import GIB, Plan
+from tests.helpers.rehearsed import check_rehearsed
 from tests.project.test_recipes import ROOT, bash, box, launched
 
 __all__ = ["box"]  # a fixture
@@ -27,7 +29,8 @@ def test_adapters_of_the_whole_model_fit_one_node(box, nodes):
     assert (config.lora.lora_rank, config.lora.lora_expert_rank, config.lora.base_precision) == (16, 8, "fp8")
     config.check(8 * nodes)
     plan = Plan.create(config, 8 * nodes, 8)
-    assert plan.fits(139 * GIB) and plan.peak() > 0.8 * plan.held_most(0).frozen > 30 * GIB
+    assert fits_in(plan, 139 * GIB) and peak_memory(plan) > 0.8 * plan.held_most(0).frozen > 30 * GIB
+    check_rehearsed(f"{name}.sh", plan)
     job = (ROOT / "examples/slurm" / f"{name}.sbatch").read_text()
     assert f"#SBATCH --nodes={nodes}\n" in job and job.endswith(f'run_recipe examples/{name}.sh "$@"\n')
 

@@ -10,9 +10,11 @@ import pytest
 from megatron_glm.config.plan_flags import GPU_TYPES
 from megatron_glm.planner import published
 from megatron_glm.planner.machine import H100
+from megatron_glm.planner.memory import fits_in
 from megatron_glm.planner.plan import GIB, Plan
 from megatron_glm.planner.time import step_time
-from tests.project.test_recipes import ROOT, bash, box, launched
+from tests.helpers.rehearsed import check_rehearsed
+from tests.project.test_recipes import RECIPES, ROOT, bash, box, launched
 
 __all__ = ["box"]  # a fixture
 SIZES = {"TP": "tensor", "CP": "context", "PP": "pipeline", "EP": "expert"}
@@ -32,8 +34,13 @@ def test_layout_auto_runs_the_fastest_layout_that_fits(box):
     assert config.parallel.pipeline_model_parallel_layout is not None, "the recipe's virtual stages are gone"
     assert (config.train.global_batch_size, config.data.seq_length) == (256, 4096)
     plan, published = Plan.create(config, 256, 8), Plan.create(launched(box, "glm5.2_4k_cudnn.sh")[1], 256, 8)
-    assert plan.fits(80 * GIB)
+    assert fits_in(plan, 80 * GIB)
     assert step_time(plan, H100).seconds < 0.9 * step_time(published, H100).seconds
+
+
+@pytest.mark.parametrize("name", ["glm5.2_32k_cp8", "glm5.2_4k_tilelang", "glm5.2_4k_cudnn"])
+def test_a_rank_that_was_rehearsed_took_what_is_planned(box, name):
+    check_rehearsed(f"{name}.sh", Plan.create(launched(box, f"{name}.sh")[1], 8 * RECIPES[name][1], 8))
 
 
 def test_layout_auto_plans_too(box):

@@ -11,9 +11,11 @@ from megatron_glm.config import ModelConfig, PretrainDataConfig, RunConfig
 from megatron_glm.config.flags import build_parser, resolve
 from megatron_glm.parallel.pipeline.layout import check_layout
 from megatron_glm.planner.machine import H100
+from megatron_glm.planner.memory import peak_memory
 from megatron_glm.planner.plan import GIB, Plan
 from megatron_glm.planner.report import report
 from megatron_glm.training.batch_size import samples_after
+from tests.helpers.rehearsed import check_rehearsed
 from tests.project.test_recipes import ROOT, bash, box, checkpoint  # noqa: F401  (box is a fixture)
 
 NAME = "pretrain_glm5.2"
@@ -62,8 +64,10 @@ def test_a_stage_has_the_published_settings_and_fits(data, name):
     plan = Plan.create(config, 8 * nodes, 8)
     lines = list(report(plan, H100))
     assert lines[-1].startswith("verdict: fits")  # and nothing that fits sends less
-    row = f"| `{name}.sh` | {nodes} | {length} | {plan.peak() / GIB:.1f} |"
+    row = f"| `{name}.sh` | {nodes} | {length} | {peak_memory(plan) / GIB:.1f} |"
     assert row in (ROOT / "docs/pretraining.md").read_text()
+    few = dataclasses.replace(config.train, global_batch_size=16 * packs // config.micro_batches(512 // (cp * pp)))
+    check_rehearsed(f"{name}.sh", Plan.create(dataclasses.replace(config, train=few), 8 * nodes, 8))
 
 
 def test_the_stages_train_on_as_many_tokens_as_the_reports(data):

@@ -17,6 +17,7 @@ from megatron_glm.config.flags import build_parser, resolve
 from megatron_glm.config.model import ModelConfig
 from megatron_glm.parallel.pipeline.layout import build_layout, check_layout
 from megatron_glm.planner.machine import H100
+from megatron_glm.planner.memory import peak_memory
 from megatron_glm.planner.plan import GIB, Plan
 from megatron_glm.planner.report import report
 
@@ -98,7 +99,7 @@ def bash(box: Path, script: str, *flags: str, **environment: str) -> subprocess.
         "SAVE": str(box / "save"),
         "MASTER_ADDR": "node0",
     }
-    command = ["bash", str(ROOT / "examples" / script), *flags]
+    command = ["bash", ROOT / "examples" / script, *flags]
     return subprocess.run(command, env=given | environment, cwd=box, text=True, capture_output=True)
 
 
@@ -167,7 +168,7 @@ def test_the_documented_verdicts_are_those_of_the_planner(box):
     assert {row[0] for row in rows} == {f"{name}.sh" for name in RECIPES}
     for script, nodes, gpus, flags, peak, verdict in rows:
         _, config = launched(box, script, *flags.split(), NNODES=nodes)
-        planned = Plan.create(config, int(gpus), 8).peak()
+        planned = peak_memory(Plan.create(config, int(gpus), 8))
         assert int(gpus) == 8 * int(nodes)
         assert [f"{planned / GIB:.1f}", "fits" if planned <= 80 * GIB else "does not fit"] == [peak, verdict], script
 
@@ -176,8 +177,7 @@ def test_the_documented_verdicts_are_those_of_the_planner(box):
 def test_a_recipe_spends_its_memory_where_it_saves_the_most_traffic(box, name):
     """No setting that fits 80 GB sends less in a step."""
     plan = Plan.create(launched(box, f"{name}.sh")[1], 8 * RECIPES[name][1], 8)
-    verdict = list(report(plan, H100))[-1]
-    assert verdict.startswith("verdict: fits")
+    assert list(report(plan, H100))[-1].startswith("verdict: fits")
 
 
 @pytest.mark.timeout(900)

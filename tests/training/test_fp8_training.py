@@ -30,6 +30,7 @@ from megatron_glm.ops.permute import RowMap, permute, unpermute
 from megatron_glm.parallel.linear import ColumnParallelLinear
 from megatron_glm.parallel.whole_weights import WholeWeights
 from megatron_glm.planner.machine import H200
+from megatron_glm.planner.memory import rank_memory
 from megatron_glm.planner.plan import Plan
 from megatron_glm.planner.time import step_time
 from tests.helpers.reference import gradient_errors, single_groups
@@ -238,7 +239,7 @@ def test_the_plan_knows_padded_rows_and_faster_products():
     flags += ["--seq-length", "4096", "--bf16", "--attention-backend", "cudnn", "--global-batch-size", "1"]
     flags += ["--mtp-num-steps", "0"]
     plans = [Plan.create(parse([*flags, *fp8], data=PretrainDataConfig), 1, 1) for fp8 in ([], ["--fp8", "blockwise"])]
-    plain, ours = (plan.memory(0) for plan in plans)
+    plain, ours = (rank_memory(plan, 0) for plan in plans)
     rows, width = 127 * 32, plans[0].config.model.hidden_size + 2 * plans[0].config.model.moe_intermediate_size
     moe_layers = sum(map(plans[0].config.model.is_moe, range(4)))
     assert ours["activations"] - plain["activations"] == moe_layers * rows * (2 * width + 12)
