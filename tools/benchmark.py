@@ -111,6 +111,13 @@ def step_parser() -> Parser:
         "--write-calibration", metavar="FILE", help="write what --calibration FILE of a plan reads; on one GPU"
     )
     group.add_argument(
+        "--held-multiprocessors",
+        type=int,
+        metavar="N",
+        help="the step again while N multiprocessors are held, as NCCL's kernels hold them, planned with all and with "
+        "--communication-sms (8) fewer; on one GPU",
+    )
+    group.add_argument(
         "--rounds", type=int, metavar="N", help="measured rounds of 3 steps; medians are shown (default: 7)"
     )
     return parser

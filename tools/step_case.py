@@ -60,6 +60,8 @@ def configured(flags: argparse.Namespace) -> RunConfig:
         raise ValueError(f"{flag_name(useless[0])} has no use here: the benchmark's weights and documents are random")
     if given.get("rounds", 1) < 1:
         raise ValueError(f"--rounds is {given['rounds']}; it must be at least 1")
+    if "held_multiprocessors" in given and not (given["held_multiprocessors"] > 0 and torch.cuda.is_available()):
+        raise ValueError(f"--held-multiprocessors {given['held_multiprocessors']}: at least 1, and it needs a GPU")
     config = resolve(argparse.Namespace(**given), PretrainDataConfig)
     layers, dense = config.model.num_hidden_layers, given.get("dense_layers", 1)
     if not 0 <= dense <= layers:
@@ -213,6 +215,12 @@ def measure_step(config: RunConfig, flags: argparse.Namespace) -> dict:
         whole = bench.slowest(lambda: bench.whole_step(optimizer), rounds)
         result |= {"ms_step": whole * 1e3, "ms_optimizer": (whole - both) * 1e3}
         result["tokens_per_second_per_gpu_with_optimizer"] = tokens / whole / ranks
+    if "held_multiprocessors" in given:
+        from held import held_times  # imports triton
+
+        fewer, fp8 = config.parallel.communication_sms or 8, config.fp8.blockwise
+        measured = held_times(step, lambda work: bench.slowest(work, rounds), given["held_multiprocessors"], fewer, fp8)
+        result["ms_held"] = measured
     if "write_calibration" in given:
         assert forward is not None
         found: dict = {"device": result["device"], "precision": "fp8" if config.fp8.blockwise else "bf16"}

@@ -43,6 +43,11 @@ class ParallelConfig(Section):
     recompute_granularity: Literal["none", "selective", "full"] = option(
         "none", "what the backward computes again instead of keeping"
     )
+    communication_sms: Literal[0, 8, 24] = option(
+        0,
+        "multiprocessors that matrix products leave free for NCCL, which takes no more; stages then wait for messages "
+        "beside them; not yet measured between GPUs",
+    )
     distributed_timeout_minutes: float = option(
         10.0, "end the run when ranks wait for each other, and no rank has moved, for so long"
     )

@@ -62,6 +62,8 @@ MEASURED_ROWS = 4096
 # Time of a kind's forward and backward with --fp8 blockwise and --fp8-wgrad auto, over bf16's: from the products and
 # casts of one layer measured alone (docs/performance.md), what stays in bf16 included.
 FP8_TIME = {"products": (0.72, 0.79), "experts": (0.70, 0.87)}
+# Time of grouped products that leave so many multiprocessors free, over that with all of them: in bf16, and DeepGEMM's.
+FEWER_SMS = {0: (1.0, 1.0), 8: (1.03, 1.08), 24: (1.06, 1.16)}
 # Bytes that AdamW, clipping and the norm move for a parameter: weight and moments, read and written; gradient, read
 # twice; bf16 copy.
 OPTIMIZER_BYTES = {"fp32": 34, "bf16": 26}

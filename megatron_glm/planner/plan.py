@@ -177,10 +177,11 @@ class Plan:
         return 2 if narrow and (section.load or section.load_hf) is not None else FP32
 
     def message_bytes(self, pp_rank: int) -> int:
-        """Of what crosses between stages: sent and received, forwards and backwards."""
+        """Of what crosses between stages: sent and received, forwards and backwards, and once more received early."""
         stages, s = self.layout.of_rank(pp_rank), self.shapes
         drafts = self.config.losses.mtp_steps if any(stage.mtp != stage.head for stage in stages) else 0
-        return 4 * (1 + drafts) * s.shard * self.config.model.hidden_size * s.b if self.grid.pp > 1 else 0
+        messages = (4 + (self.config.parallel.communication_sms > 0)) * (1 + drafts) if self.grid.pp > 1 else 0
+        return messages * s.shard * self.config.model.hidden_size * s.b
 
     @property
     def accumulates(self) -> bool:

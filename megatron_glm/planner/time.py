@@ -23,6 +23,7 @@ from megatron_glm.planner.machine import (
     DENSE_ATTENTION,
     EXPERT_ROWS,
     EXPERTS_WAIT,
+    FEWER_SMS,
     FP8_TIME,
     FSDP_HIDDEN,
     MEASURED_ROWS,
@@ -178,7 +179,8 @@ class _Clock:
         model = self.config.model
         factor = rows_factor(self.s.shard * model.num_experts_per_tok * self.grid.ep / model.n_routed_experts)
         fewer = rows_factor(EXPERT_ROWS[0][0] * self.s.shard / MEASURED_ROWS)  # at the others, as at the experts
-        scale = dict.fromkeys(MEASURED._fields, fewer) | {"experts": factor}
+        scale = dict.fromkeys(MEASURED._fields, fewer)
+        scale["experts"] = factor * FEWER_SMS[self.parallel.communication_sms][self.config.fp8.blockwise]
         rates = Rates(*(tuple(scale[kind] * rate for rate in getattr(MEASURED, kind)) for kind in MEASURED._fields))
         for kind, times in FP8_TIME.items() if self.config.fp8.blockwise else ():
             share = self.config.fp8.share_of_layers(model.num_hidden_layers)
@@ -218,7 +220,8 @@ class _Clock:
             backward.add_all(back, 1)
         for passed, ledger in ((0, forward), (1, backward)):
             if seconds := self._messages(number)[passed]:
-                ledger.add(MESSAGES, 2 * seconds, seconds)  # the sender goes on meanwhile
+                early = self.parallel.communication_sms > 0  # then it comes beside the action before
+                ledger.add(MESSAGES, 2 * seconds, 0.0 if early else seconds)  # the sender goes on meanwhile
         return forward, backward
 
     @cached_property

@@ -81,6 +81,12 @@ def _labels_from(batch: PackedBatch, position: int, count: int = 1) -> int:
     return int((runs & (batch.position_ids >= last)).sum())
 
 
+# Steps of training before messages are received early. A first kernel of its kind is loaded when it is first called,
+# which may wait for the device to rest, and a receive would hold it up until another rank, which may wait for this one,
+# has sent.
+WARM_STEPS = 2
+
+
 class Engine:
     """Runs forwards and backwards of the chunks that `build_chunks` has made for this rank."""
 
@@ -89,6 +95,7 @@ class Engine:
         self.device = current_device()
         self._layout = pipeline_layout(config, groups.dp.size())
         self._transport = GroupTransport(groups)
+        self._steps = 0  # of training
         self.around_actions: Callable[[Action], AbstractContextManager] = lambda action: nullcontext()
 
     def forward_backward(self, batches: Sequence[PackedBatch], counts: dict[str, int]) -> list[Losses]:
@@ -137,7 +144,9 @@ class Engine:
             self._transport,
             self._fields(len(batches[0].tokens), training, asks),
             self.device,
+            early=training and config.parallel.communication_sms > 0 and self._steps >= WARM_STEPS,
         )
+        self._steps += training
         sparse = [has_sparse_rows(config.model, batch.doc_lengths, config.dense_rows) for batch in batches]
         return runner.run(forward, self._before_gradients, self._after_weights, sparse, self.around_actions)
 

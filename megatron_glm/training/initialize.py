@@ -17,6 +17,7 @@ from megatron_glm.model.glm import GLMChunk
 from megatron_glm.model.init import initialize_weights
 from megatron_glm.model.trained import hold_as_stored
 from megatron_glm.ops import backends
+from megatron_glm.ops.multiprocessors import leave_free
 from megatron_glm.parallel.dispatch import hybridep, make_dispatcher
 from megatron_glm.parallel.fsdp import local, shard_chunk
 from megatron_glm.parallel.groups import ParallelGroups, host_group, time_limit
@@ -91,6 +92,8 @@ def prepare(config: RunConfig, world_size: int) -> None:
     backends.check_fp8(config)
     hybridep.check(config)
     backends.load(kernels.attention_backend, config.dense_rows, kernels.deterministic)
+    if torch.cuda.is_available() and (free := config.parallel.communication_sms):
+        leave_free(free, config.fp8.blockwise and config.fp8.fp8_backend == "deepgemm")
 
 
 def watch(config: RunConfig, meeting: Meeting) -> None:

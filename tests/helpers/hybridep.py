@@ -19,7 +19,16 @@ class HybridEPBuffer:
 
     num_of_hybrid_ep_ranks_per_nvlink_domain: int
 
-    def __init__(self, group, hidden_dim: int, max_num_of_tokens_per_rank: int, num_local_experts: int) -> None:
+    def __init__(
+        self,
+        group,
+        hidden_dim: int,
+        max_num_of_tokens_per_rank: int,
+        num_local_experts: int,
+        num_sms_dispatch_api: int | None = None,
+        num_sms_combine_api: int | None = None,
+    ) -> None:
+        self.sms = num_sms_dispatch_api, num_sms_combine_api
         self.group, self.hidden_dim, self.tokens = group, hidden_dim, max_num_of_tokens_per_rank
         self.n_local = num_local_experts
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from megatron_glm.config import (
     TrainConfig,
 )
 from megatron_glm.config import flags as arguments
-from megatron_glm.ops import backends, indexer
+from megatron_glm.ops import backends, indexer, multiprocessors
 from megatron_glm.ops.indexer import key_segments
 from megatron_glm.training.initialize import choose_backend
 
@@ -151,3 +153,18 @@ def test_dense_attention_has_no_limit_of_the_selection():
     with pytest.raises(ValueError, match="index_n_heads"):
         backends.check("cudnn", model, 1)
     backends.check("cudnn", model, 1, selects=False)
+
+
+@pytest.mark.parametrize("limit", [None, "4"])
+def test_products_and_nccl_share_the_multiprocessors(monkeypatch, limit):
+    """132 on an H200. A limit that is set for NCCL stays."""
+    seen, device = [], SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(multiprocessors, "plan_with_fewer", seen.append)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: device)
+    monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace(set_num_sms=seen.append))
+    monkeypatch.setenv("NCCL_MAX_CTAS", limit or "")
+    if limit is None:
+        monkeypatch.delenv("NCCL_MAX_CTAS")
+    multiprocessors.leave_free(8, fp8=False)
+    multiprocessors.leave_free(8, fp8=True)
+    assert seen == [8, 8, 124] and os.environ["NCCL_MAX_CTAS"] == (limit or "8")

@@ -96,6 +96,7 @@ class WatchedTransport(MemoryTransport):
     def __init__(self, *args) -> None:
         super().__init__(*args)
         self.receipts: list[Receipt] = []
+        self.waiting: list[int] = []  # of these, at each forward
 
     def receive(self, kind: str, peer: int, buffer: Tensor) -> Receipt:
         self.receipts.append(super().receive(kind, peer, buffer))
@@ -153,10 +154,16 @@ class Run(NamedTuple):
     gradients: list[Tensor | None]
     order: list[list]  # per rank, actions and the indices of chunks whose last backward comes next
     channels: dict[tuple[str, int], Channel]
+    transports: list
 
 
 def execute(
-    schedule: Schedule, topk_stages: tuple[bool, ...], transports=None, steps: int = 1, transport=MemoryTransport
+    schedule: Schedule,
+    topk_stages: tuple[bool, ...],
+    transports=None,
+    steps: int = 1,
+    transport=MemoryTransport,
+    early: bool = False,
 ) -> Run:
     pp = schedule.pp
     model = Model(pp * schedule.chunks, topk_stages)
@@ -168,19 +175,19 @@ def execute(
         def forward(chunk, micro_batch, carry):
             order[rank].append(Action("F", chunk, micro_batch))
             if isinstance(transports[rank], WatchedTransport):
-                assert all(receipt.here for receipt in transports[rank].receipts), "a receive waits beside a forward"
+                transports[rank].waiting.append([not receipt.here for receipt in transports[rank].receipts].count(True))
             made, losses = model.forward(chunk * pp + rank, micro_batch, carry)
             if not schedule.forward_only:  # a hook on the output must fire although only its graph is kept
                 made["hidden"].register_hook(lambda _: order[rank].append(Action("B", chunk, micro_batch)))
             return made, losses
 
-        runner = Runner(schedule, rank, transports[rank], fields(topk_stages), torch.device("cpu"))
+        runner = Runner(schedule, rank, transports[rank], fields(topk_stages), torch.device("cpu"), early)
         return [losses for _ in range(steps) for losses in runner.run(forward, order[rank].append)]
 
     with ThreadPoolExecutor(pp) as pool:
         of_ranks = [future.result() for future in [pool.submit(work, rank) for rank in range(pp)]]
     losses = [{n: loss for part in parts for n, loss in part.items()} for parts in zip(*of_ranks, strict=True)]
-    return Run(losses, [weight.grad for weight in model.weights], order, channels)
+    return Run(losses, [weight.grad for weight in model.weights], order, channels, transports)
 
 
 def check_equal_to_one_process(run: Run, schedule: Schedule, topk_stages: tuple[bool, ...], steps: int = 1) -> None:
@@ -215,7 +222,24 @@ def test_every_layout_runs_in_schedule_order_and_equals_one_process(pp):
 def test_no_receive_is_on_its_way_while_a_rank_computes(pp, chunks, micro_batches):
     """On a GPU it would hold multiprocessors, and a device that must come to rest, to load a kernel, would hang."""
     schedule, topk_stages = build_schedule(pp, chunks, micro_batches), alternating(pp * chunks)
-    check_equal_to_one_process(execute(schedule, topk_stages, transport=WatchedTransport), schedule, topk_stages)
+    run = execute(schedule, topk_stages, transport=WatchedTransport)
+    check_equal_to_one_process(run, schedule, topk_stages)
+    assert not any(count for transport in run.transports for count in transport.waiting)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize(
+    "pp, chunks, micro_batches", [(2, 1, 4), (2, 2, 4), (3, 3, 7), (4, 2, 8), (4, 1, 1), (1, 2, 3)]
+)
+def test_early_receives_give_the_same_and_wait_beside_a_forward(pp, chunks, micro_batches, name):
+    schedule, topk_stages = build_schedule(pp, chunks, micro_batches, name=name), alternating(pp * chunks)
+    run = execute(schedule, topk_stages, transport=WatchedTransport, steps=2, early=True)
+    check_equal_to_one_process(run, schedule, topk_stages, steps=2)
+    fields_of_a_message = 3
+    for rank, transport in enumerate(run.transports):
+        assert max(transport.waiting) <= fields_of_a_message, "one message ahead"
+        assert pp == 1 or micro_batches == 1 or any(transport.waiting), rank
+        assert all(receipt.here for receipt in transport.receipts)
 
 
 def test_forward_only_needs_no_graph_and_gives_the_same_losses():

@@ -13,7 +13,18 @@ from megatron_glm.config.flops import layer_flops
 from megatron_glm.planner.machine import H100, H200, Machine, machine_of, rows_factor
 from megatron_glm.planner.plan import GIB, Plan
 from megatron_glm.planner.report import print_plan
-from megatron_glm.planner.time import AGAIN, COPIES, EXPERTS, FSDP, LATENTS, MESSAGES, StepTime, calibration, step_time
+from megatron_glm.planner.time import (
+    AGAIN,
+    COMPUTING,
+    COPIES,
+    EXPERTS,
+    FSDP,
+    LATENTS,
+    MESSAGES,
+    StepTime,
+    calibration,
+    step_time,
+)
 
 KEEP = {"reshard_after_forward": False, "reshard_experts_after_forward": False}
 PIPELINE = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "auto"}
@@ -248,3 +259,13 @@ def test_every_mtp_step_sends_its_tokens_to_the_experts(shares):
     assert [found[0] / none[0] for found in (one, three)] == pytest.approx([4 / 3, 6 / 3])  # of 3 MoE layers
     keys = one[1] - none[1]
     assert keys > 0 and three[1] == pytest.approx(none[1] + (1 if shares else 3) * keys)
+
+
+def test_multiprocessors_for_communication_hide_messages_and_cost_the_experts():
+    """8 GPUs, a pipeline over two: messages come beside the action before, and a buffer more is held for one."""
+    plans = [reference(8, 16, communication_sms=sms, **PIPELINE) for sms in (0, 8)]
+    without, with_it = (step_time(plan, H200, optimizer=False) for plan in plans)
+    assert without.by_rank[0][MESSAGES].exposed > 0 == with_it.ledger[MESSAGES].exposed
+    assert with_it.by_rank[0][MESSAGES].whole == pytest.approx(without.ledger[MESSAGES].whole)
+    assert with_it.by_rank[0][COMPUTING].whole > without.ledger[COMPUTING].whole
+    assert plans[1].message_bytes(0) - plans[0].message_bytes(0) == 4096 * 6144 * 2

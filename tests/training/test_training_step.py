@@ -21,6 +21,7 @@ from megatron_glm.data.packing import build_batch
 from megatron_glm.model.pack import PackRows, has_sparse_rows
 from megatron_glm.parallel import fsdp
 from megatron_glm.parallel.fsdp import local
+from megatron_glm.training import engine as engine_module
 from megatron_glm.training.engine import Engine
 from megatron_glm.training.evaluate import evaluate
 from megatron_glm.training.initialize import build_chunks, initialize
@@ -290,3 +291,22 @@ def test_counts_of_a_long_context_step_do_not_overflow(groups):
     assert (counted.tokens, counted.loss_tokens) == (packs * one, packs * (one - 1))
     assert counted.flops == pytest.approx(packs * training_flops(config.model, [one]), rel=1e-12)
     assert counted.flops > 2**63
+
+
+def test_messages_come_early_from_the_third_step_of_training_on(groups, monkeypatch):
+    """By then every kernel has been loaded. Validations have none before them to hide behind."""
+    early, made = [], engine_module.Runner
+
+    def runner(*args, **kwargs):
+        early.append(kwargs["early"])
+        return made(*args, **kwargs)
+
+    monkeypatch.setattr(engine_module, "Runner", runner)
+    for sms in (0, 8):
+        config = run_config(parallel=ParallelConfig(communication_sms=sms))
+        engine = Engine(config, groups, build_chunks(config, groups))
+        engine.evaluate(list(batches(4)))
+        for _ in range(3):
+            engine.forward_backward(list(batches(4)), {"lm": 1})
+        engine.evaluate(list(batches(4)))
+    assert early == [False] * 5 + [False, False, False, True, False]

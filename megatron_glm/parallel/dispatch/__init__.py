@@ -49,5 +49,6 @@ def make_dispatcher(config: RunConfig, groups: ParallelGroups) -> Dispatcher:
         dtype=torch.bfloat16 if train.bf16 else torch.float32,
         row_multiple=multiple,
         fp8=config.fp8.fp8_dispatch,
+        communication_sms=parallel.communication_sms,
     )
     return DISPATCHERS[parallel.moe_token_dispatcher_type](context)

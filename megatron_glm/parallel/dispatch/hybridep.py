@@ -56,7 +56,9 @@ class HybridEPDispatcher(Dispatcher):
         """Made at the first dispatch, by all ranks of the group together."""
         if self._made is None:
             c = self.context
-            self._made = import_module("deep_ep").HybridEPBuffer(c.groups.ep, c.hidden_size, self.tokens, c.n_local)
+            sms = {f"num_sms_{way}_api": c.communication_sms or None for way in ("dispatch", "combine")}
+            make = import_module("deep_ep").HybridEPBuffer
+            self._made = make(c.groups.ep, c.hidden_size, self.tokens, c.n_local, **sms)
             found = self._made.num_of_hybrid_ep_ranks_per_nvlink_domain
             if found != self.domain:
                 raise ValueError(

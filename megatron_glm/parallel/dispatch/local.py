@@ -32,6 +32,7 @@ class DispatchContext:
     dtype: torch.dtype
     row_multiple: int = 1
     fp8: bool = False
+    communication_sms: int = 0  # multiprocessors that products leave free; 0: the dispatcher takes what it likes
 
     @property
     def n_local(self) -> int:

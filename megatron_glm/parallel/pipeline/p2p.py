@@ -6,6 +6,7 @@ messages of a channel in the order of the sender, which `check_schedule` checks.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -23,6 +24,9 @@ class Pending(Protocol):
     def wait(self) -> object: ...
 
     def is_completed(self) -> bool: ...
+
+
+Receipts = tuple[Carry, list[Pending]]  # buffers, and what fills them
 
 
 class Transport(Protocol):
@@ -61,6 +65,7 @@ class Mailbox:
     Args:
         fields: all that can cross between stages.
         sparse: per micro-batch, whether it has the fields that are `sparse_only`; the same on every rank.
+        early: receive each message while the action before the one that needs it computes.
     """
 
     def __init__(
@@ -71,9 +76,12 @@ class Mailbox:
         fields: Sequence[CarryField],
         device: torch.device,
         sparse: Sequence[bool],
+        early: bool = False,
     ) -> None:
         self._schedule, self._rank, self._transport = schedule, rank, transport
         self._fields, self._device, self._sparse = fields, device, sparse
+        self._early = deque(filter(self._comes, schedule.actions[rank])) if early else deque()
+        self._posted: dict[Action, Receipts] = {}
         self._local: dict[Action, Carry] = {}  # from this rank to itself
         self._sent: list[tuple[Pending, Tensor]] = []
 
@@ -82,18 +90,37 @@ class Mailbox:
 
         It is empty at both ends of the pipeline: before the first stage's forward, and before the last one's backward.
 
-        They are received now, behind the computing that was started before, and not while that goes on: an NCCL
-        receive holds multiprocessors until its message comes, and a matrix product that has planned with all of them
-        then takes up to twice as long (docs/performance.md has the measurement). Sends overlap what follows them.
+        By themselves they are received now, behind the computing that was started before, and not while that goes on:
+        an NCCL receive holds multiprocessors until its message comes, and a grouped product that has planned with all
+        of them then takes up to 1.8 times as long (docs/performance.md). Sends overlap what follows them.
         """
+        if self._early and self._early[0] == action:
+            self._early.popleft()
+        if not self._comes(action):
+            self._post_next()
+            return self._local.pop(action, {})
+        tensors, works = self._posted.pop(action, None) or self._post(action)
+        for work in works:
+            work.wait()
+        self._post_next()
+        return tensors
+
+    def _comes(self, action: Action) -> bool:
+        """Whether `action` needs what another rank has made."""
         cause = self._schedule.cause(self._rank, action)
-        if cause is not None and cause[0] != self._rank:
-            expected = self.expected(self._rank, action)
-            tensors = {f.name: torch.empty(f.shape, dtype=f.dtype, device=self._device) for f in expected}
-            for work in [self._transport.receive(action.kind, cause[0], tensor) for tensor in tensors.values()]:
-                work.wait()
-            return tensors
-        return self._local.pop(action, {})
+        return cause is not None and cause[0] != self._rank
+
+    def _post(self, action: Action) -> Receipts:
+        """Starts to receive what `action` needs. The messages of a channel are due in the order of the actions."""
+        cause = self._schedule.cause(self._rank, action)
+        assert cause is not None
+        expected = self.expected(self._rank, action)
+        tensors = {f.name: torch.empty(f.shape, dtype=f.dtype, device=self._device) for f in expected}
+        return tensors, [self._transport.receive(action.kind, cause[0], tensor) for tensor in tensors.values()]
+
+    def _post_next(self) -> None:
+        if self._early and self._early[0] not in self._posted:
+            self._posted[self._early[0]] = self._post(self._early[0])
 
     def put(self, action: Action, carry: Carry) -> None:
         """Send what `action` made to the rank that needs it; does not wait. Nothing at the ends of the pipeline.

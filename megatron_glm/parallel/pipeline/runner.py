@@ -35,17 +35,24 @@ class Runner:
     Args:
         fields: all that can cross between stages.
         device: where received tensors are put.
+        early: whether messages are received beside the action before; see `Mailbox`.
     """
 
     def __init__(
-        self, schedule: Schedule, rank: int, transport: Transport, fields: Sequence[CarryField], device: torch.device
+        self,
+        schedule: Schedule,
+        rank: int,
+        transport: Transport,
+        fields: Sequence[CarryField],
+        device: torch.device,
+        early: bool = False,
     ) -> None:
         check_schedule(schedule)
         for field in fields:
             if len(field.stages) != schedule.placement.count:
                 raise ValueError(f"{field.name} says {len(field.stages)} stages of {schedule.placement.count}")
         self.schedule, self.rank = schedule, rank
-        self._transport, self._fields, self._device = transport, fields, device
+        self._transport, self._fields, self._device, self._early = transport, fields, device, early
         self._differentiable = {field.name for field in fields if field.differentiable}
         self._defers = WEIGHT in schedule.kinds
         # The action of a chunk after which its gradients are complete.
@@ -72,7 +79,7 @@ class Runner:
             the detached losses of this rank's stages by name, one dict a micro-batch.
         """
         sparse = [True] * self.schedule.micro_batches if sparse is None else sparse
-        mailbox = Mailbox(self.schedule, self.rank, self._transport, self._fields, self._device, sparse)
+        mailbox = Mailbox(self.schedule, self.rank, self._transport, self._fields, self._device, sparse, self._early)
         live: dict[tuple[int, int], _Live] = {}
         put_off: dict[tuple[int, int], list[Callable[[], None]]] = {}  # gradients of weights, until their "W"
         found: list[Losses] = [{} for _ in range(self.schedule.micro_batches)]
