@@ -67,6 +67,8 @@ def run_kernels(arguments: argparse.Namespace) -> int:
     results = []
     for row in rows(kernel_cases.CASES, arguments.op or list(OPS), chosen, arguments.tokens):
         show(row)
+        if row.get("tflops"):
+            row["peer_tflops"] = {name: row["tflops"] * row["ms"] / ms for name, ms in row["peers"].items()}
         results.append(row)
         torch.cuda.empty_cache()
     if arguments.json:
@@ -132,7 +134,9 @@ def parse_arguments() -> argparse.Namespace:
     kernels.add_argument(
         "--tokens", nargs="+", type=int, default=[4096, 8192, 32768, 131072], help="lengths (default: 4k to 128k)"
     )
-    kernels.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
+    kernels.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the results to FILE, which plot_kernels.py draws"
+    )
     kernels.set_defaults(run=run_kernels)
     commands.add_parser("step", help="a training step: the flags of pretrain_glm.py and more, see step --help")
     return parser.parse_args()

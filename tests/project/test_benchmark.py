@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -112,3 +113,31 @@ def test_the_step_has_its_own_weights_and_documents():
             configured(step_parser().parse_args([flag, "somewhere"]))
     model = configured(step_parser().parse_args([])).model
     assert (model.num_hidden_layers, model.n_routed_experts, model.mlp_layer_types[0]) == (4, 32, "dense")
+
+
+def test_the_picture_of_kernel_rates_has_the_documented_numbers(tmp_path):
+    """docs/kernels.json is the table of the page as data, which the picture is drawn from."""
+    from plot_kernels import bars, read
+
+    file = ROOT / "docs" / "kernels.json"
+    charts = bars(read(file))
+    assert charts["index topk"][:2] == [("tilelang, 4096 tokens", 326, True), ("cuDNN, 4096 tokens", 276, False)]
+    page = (ROOT / "docs" / "performance.md").read_text()
+    table = page[page.index("## The attention kernels") :].split("\n\n")[3]
+    for rows in charts.values():
+        assert all(re.search(rf"\b{rate}\b", table) for _, rate, _ in rows), rows
+    drawn = plot(file, "--save", tmp_path / "rates.png")
+    assert drawn.returncode == 0 and (tmp_path / "rates.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"results": [{"tflops": 1}]}', '{"results": [], "device": "x"}'])
+def test_what_is_no_result_is_refused(tmp_path, text):
+    (tmp_path / "k.json").write_text(text)
+    done = plot(tmp_path / "k.json", "--save", tmp_path / "rates.png")
+    assert done.returncode == 2 and not (tmp_path / "rates.png").exists()
+    assert done.stderr == f"error: {tmp_path / 'k.json'} is no result of benchmark.py kernels --json\n"
+
+
+def plot(*words) -> subprocess.CompletedProcess:
+    command = [sys.executable, ROOT / "tools/plot_kernels.py", *words]
+    return subprocess.run(command, capture_output=True, text=True)

@@ -32,7 +32,8 @@ NEEDS = "# needs: "
 INSTALLED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 FREE = {"hf", "git", "docker", "apptainer", "source", "export", "cd", "mkdir"}  # not ours
 ARGUMENTS_ALONE = {
-    f"tools/{name}.py" for name in ("convert_hf", "export_adapter", "benchmark", "rehearse_start", "rehearse_save")
+    f"tools/{name}.py"
+    for name in ("convert_hf", "export_adapter", "benchmark", "plot_kernels", "rehearse_start", "rehearse_save")
 }
 EXTRAS = {"test", "data", "logging", "gpu", "gpu-torch214", "te"}
 

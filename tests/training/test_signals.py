@@ -149,6 +149,7 @@ PROGRAMS = {
     "tools/export_adapter.py": "--load out --to-peft peft",
     "tools/compare_automodel.py": "--automodel .",
     "tools/plot_log.py": "log.jsonl",
+    "tools/plot_kernels.py": str(ROOT / "docs/kernels.json"),
     "tools/doctor.py": "",
     "tools/rehearse_start.py": "--ranks 256 --rank 0",
     "tools/rehearse_save.py": "--ranks 256",
