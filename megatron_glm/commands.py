@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import runpy
 import sys
 from pathlib import Path
+from types import ModuleType
 
 ABOVE = Path(__file__).resolve().parents[1]
 
 
 def run(script: str) -> None:
-    """Runs a script as `python script` does. `script`: finetune_glm.py, or a file of tools/ with that folder."""
+    """Runs a script as `python script` does, but for its name, which stays that of the command.
+
+    script: finetune_glm.py, or a file of tools/ with that folder.
+    """
     file = ABOVE / script
     if not file.is_file():
         file = ABOVE / script.replace("tools/", "megatron_glm_tools/")
     sys.path.insert(0, str(file.parent))  # tools import each other
-    runpy.run_path(str(file), run_name="__main__")
+    main = ModuleType("__main__")  # its processes find it by its file
+    main.__file__ = str(file)
+    sys.modules["__main__"] = main
+    exec(compile(file.read_bytes(), file, "exec"), vars(main))
 
 
 def finetune() -> None:
@@ -52,6 +58,10 @@ def export_adapter() -> None:
 
 def plot_log() -> None:
     run("tools/plot_log.py")
+
+
+def plot_kernels() -> None:
+    run("tools/plot_kernels.py")
 
 
 def benchmark() -> None:
