@@ -97,9 +97,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
             _say(f"interrupted: {_collecting} after this step; again stops at once")
     elif not _leaving:
         _leaving = True
-        _say(
-            "interrupted" if number == signal.SIGINT else f"{signal.Signals(number).name}: nothing is lost, start again"
-        )
+        _say(_farewell(number))
         if _store is not None:
             # The others must see the signal before a connection ends; the first rank, which keeps the store, goes last.
             time.sleep((3 if is_first_rank() else 2) * POLL)
@@ -126,9 +124,13 @@ def _watch(reader: int) -> None:
             if _store is not None:
                 with suppress(RuntimeError):  # the first rank has left, with its store
                     _store.set(KEY, str(number))
-            timer = threading.Timer(GRACE, _end, [_code(number)])
+            timer = threading.Timer(GRACE, _end, [number])
             timer.daemon = True
             timer.start()
+
+
+def _farewell(number: int) -> str:
+    return "interrupted" if number == signal.SIGINT else f"{signal.Signals(number).name}: nothing is lost, start again"
 
 
 def _code(number: int) -> int:
@@ -150,9 +152,11 @@ def _look_at_other_ranks() -> bool:
     return True
 
 
-def _end(code: int) -> None:
+def _end(number: int) -> None:
+    if not (_leaving or _collecting):  # the main thread has been in C all the time
+        _say(_farewell(number))
     if _leaving or not _collecting:
-        os._exit(code)
+        os._exit(_code(number))
 
 
 def _forget() -> None:

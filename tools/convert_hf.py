@@ -173,7 +173,7 @@ def convert(
     except (ValueError, OSError) as error:
         if group is None or group.rank() == 0:
             print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
+        return 1
     finally:
         if group is not None:
             dist.destroy_process_group()

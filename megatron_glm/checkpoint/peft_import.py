@@ -106,17 +106,18 @@ class PeftImport(NewCheckpoint):
         start = settings.get("init_lora_weights", True)
         if isinstance(start, str) and start.startswith(CHANGES_MODEL):
             raise ValueError(f"{file}: init_lora_weights is {start!r}, which changes the model under the adapters, too")
-        patterns = settings.get("alpha_pattern") or {}
-        if not isinstance(patterns, dict):
-            raise ValueError(f"{file}: alpha_pattern is {patterns!r}, it must be an object")
-        for name, value in {**{name: settings.get(name) for name in ("r", "lora_alpha")}, **patterns}.items():
-            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-                raise ValueError(f"{file}: {name} is {value!r}, it must be a number above 0")
-        for pattern in patterns:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"{file}: alpha_pattern {pattern!r} is no regular expression: {error}") from error
+        for name, by_module in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
+            patterns = settings.get(by_module) or {}
+            if not isinstance(patterns, dict):
+                raise ValueError(f"{file}: {by_module} is {patterns!r}, it must be an object")
+            for key, value in {name: settings.get(name), **patterns}.items():
+                if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+                    raise ValueError(f"{file}: {key} is {value!r}, it must be a number above 0")
+            for pattern in patterns:
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    raise ValueError(f"{file}: {by_module} {pattern!r} is no regular expression: {error}") from error
 
     def _halves(self, config: ModelConfig) -> dict[tuple[str, int | None], Half]:
         """What the file holds, by canonical name and expert. Raises ValueError naming a key that is none of ours."""
@@ -146,15 +147,21 @@ class PeftImport(NewCheckpoint):
     def _half(self, key: str, end: str, module: str) -> Half:
         entry = self.entries[key]
         rank = entry.shape[0 if end == "lora_A" else 1]
-        return Half(key, (entry.shape[0], entry.shape[1]), entry.tensor, self._scale(module, rank))
+        return Half(key, (entry.shape[0], entry.shape[1]), entry.tensor, self._scale(key, module, rank))
 
-    def _scale(self, module: str, rank: int) -> float:
-        alpha = self.settings["lora_alpha"]
-        for pattern, value in (self.settings.get("alpha_pattern") or {}).items():
-            if re.match(rf"(.*\.)?({pattern})$", f"model.{module}"):
-                alpha = value
-                break
+    def _scale(self, key: str, module: str, rank: int) -> float:
+        """Of a module's pair. Raises ValueError where the settings give it another rank than its tensor has."""
+        if (told := self._setting("r", "rank_pattern", module)) != rank:
+            raise ValueError(f"{self.source / CONFIG}: r is {told} for {module}, {key} has the rank {rank}")
+        alpha = self._setting("lora_alpha", "alpha_pattern", module)
         return alpha / (math.sqrt(rank) if self.settings.get("use_rslora") else rank)
+
+    def _setting(self, name: str, by_module: str, module: str) -> float:
+        """What the first pattern that fits the module says, or the setting of all."""
+        for pattern, value in (self.settings.get(by_module) or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", f"model.{module}"):
+                return value
+        return self.settings[name]
 
     def _fused(self, config: ModelConfig, key: str, owner: str, end: str) -> dict[tuple[str, int | None], Half]:
         """A or B of all experts of a layer in PEFT's form: of gate_up_proj, or of down_proj."""
@@ -169,7 +176,7 @@ class PeftImport(NewCheckpoint):
                 f"of {experts} experts"
             )
         rank = flat // experts
-        scale = self._scale(f"{owner}.{'gate_up' if both else 'down'}_proj", rank)
+        scale = self._scale(key, f"{owner}.{'gate_up' if both else 'down'}_proj", rank)
         parts = {"down": (slice(None), slice(None))}
         if both and self._is_split(key.replace(end, "lora_B"), experts, width):
             half = rank // 2

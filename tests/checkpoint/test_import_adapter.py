@@ -110,6 +110,7 @@ def test_ranks_and_scales_that_differ_become_one(tmp_path: Path):
         cut[f"base_model.model.{name}.lora_A.weight"] = a[:rank].contiguous()
         cut[f"base_model.model.{name}.lora_B.weight"] = b[:, :rank].contiguous()
     patterns = {"alpha_pattern": {r"layers\.2\.self_attn\.o_proj": 5, "up_proj": 7}, "use_rslora": True}
+    patterns["rank_pattern"] = {r".*\.experts\..*": 3, r"layers\.2\.self_attn\.o_proj": 6}
     folder = peft_folder(tmp_path / "peft", cut, **patterns)
     assert tool("--from-peft", folder, "--save", tmp_path / "back", "--base", base) == 0
     back = AdapterCheckpoint(tmp_path / "back" / "iter_0000000")
@@ -132,6 +133,9 @@ REFUSED = {
     "alpha without end": (dict(lora_alpha=float("inf")), "lora_alpha is inf"),
     "alpha of a pattern": (dict(alpha_pattern={"o_proj": "8"}), "o_proj is '8'"),
     "patterns": (dict(alpha_pattern=["o_proj"]), "alpha_pattern is ['o_proj']"),
+    "rank of a pattern": (dict(rank_pattern={"o_proj": 0}), "o_proj is 0"),
+    "another rank": (dict(r=4), "r is 4 for layers."),
+    "another rank of a module": (dict(rank_pattern={"o_proj": 4}), "r is 4 for layers."),
     "pattern": (dict(alpha_pattern={"o_proj(": 8}), "'o_proj(' is no regular expression"),
     "no base": (dict(base_model_name_or_path=None), "names no base model: give --base"),
     "base of the hub": (dict(base_model_name_or_path="zai-org/GLM-5.2"), "zai-org/GLM-5.2 is no folder here"),
@@ -164,7 +168,7 @@ BAD = {
     "kv_b": (ALL | {f"{AT}.kv_b_proj.lora_A.weight": torch.ones(8, 16)}, "kv_b_proj"),
     "norm": (ALL | {f"{AT}.q_a_layernorm.weight": torch.ones(8)}, "is of no adapter of a linear layer"),
     "width": (ALL | {f"{AT}.o_proj.lora_A.weight": torch.ones(8, 41)}, "is [8, 41]"),
-    "ranks": (ALL | {f"{AT}.o_proj.lora_B.weight": torch.ones(32, 4)}, "has rank 8"),
+    "ranks": (ALL | {f"{AT}.o_proj.lora_B.weight": torch.ones(32, 4)}, "has the rank"),
     "rank 0": (ALL | o_proj(1, rank=0), "torch.float32 [0, 40]"),
     "FP8": (ALL | {k: v.to(torch.float8_e4m3fn) for k, v in o_proj(1).items()}, "torch.float8_e4m3fn [8, 40]"),
     "nothing": ({}, "holds no adapter"),

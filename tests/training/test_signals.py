@@ -47,7 +47,8 @@ def test_before_training_a_signal_ends_the_program_at_once(number, code):
 def test_a_main_thread_that_waits_in_c_does_not_keep_the_program_alive():
     lock = "signals.GRACE = 0.1; mutex = ctypes.create_string_buffer(64); libc = ctypes.CDLL(None); "
     lock += "libc.pthread_mutex_lock(mutex); "
-    assert sent(start(BEGIN + lock + READY + "libc.pthread_mutex_lock(mutex)"), signal.SIGTERM)[0] == 75
+    waits = BEGIN + lock + READY + "libc.pthread_mutex_lock(mutex)"
+    assert sent(start(waits), signal.SIGTERM) == (75, LINE[signal.SIGTERM])
 
 
 def test_a_second_interrupt_stops_at_once():
