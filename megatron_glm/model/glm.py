@@ -26,6 +26,7 @@ from megatron_glm.model.recompute import run_layer
 from megatron_glm.model.router import Router
 from megatron_glm.model.trained import freeze
 from megatron_glm.ops.backends import fp8_products
+from megatron_glm.ops.fp8_casts import forget_casts
 from megatron_glm.parallel.collectives import gather_values, sum_over
 from megatron_glm.parallel.dispatch.local import Dispatcher
 from megatron_glm.parallel.draft_head import DraftHead
@@ -154,6 +155,7 @@ class GLMChunk(ModelChunk):
         if self.predicts and batch.ahead:
             drafts, of_mtp = self._drafts(main, batch)
             of_layers += of_mtp
+        forget_casts()
         for name in dict.fromkeys(name for added in of_layers for name in added):
             values = [added[name] for added in of_layers if name in added]
             losses[name] = self._over_tp(torch.stack(values).sum() * batch.scale(name))

@@ -24,12 +24,15 @@ class _CastsOf:
     """What is known of one tensor: its cast by rows and by columns, if they were made."""
 
     def __init__(self, x: Tensor) -> None:
-        self.tensor, self.version = weakref.ref(x, lambda _: self.forget()), x._version
+        mine = weakref.ref(self)  # a cycle would keep the casts of every layer until Python looks for cycles
+        self.tensor, self.version = weakref.ref(x, lambda _: _forget(mine())), x._version
         self.rows: Cast | None = None
         self.columns: Cast | None = None
 
-    def forget(self) -> None:
-        self.rows = self.columns = None
+
+def _forget(casts: _CastsOf | None) -> None:
+    if casts is not None:
+        casts.rows = casts.columns = None
 
 
 _recent: deque[_CastsOf] = deque(maxlen=3)
@@ -41,6 +44,11 @@ def _casts_of(x: Tensor) -> _CastsOf:
             return known
     _recent.append(_CastsOf(x))
     return _recent[-1]
+
+
+def forget_casts() -> None:
+    """Behind the last product of a forward: what its backward keeps of it is not cast again for the same product."""
+    _recent.clear()
 
 
 def cast_rows(x: Tensor) -> Cast:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from megatron_glm.ops import fp8_casts
 from megatron_glm.ops.fp8 import BLOCK, ROW, SMALLEST_SCALE, dequantize, quantize, scale_shape
 
 SHAPE = (576, 200)
@@ -73,3 +78,21 @@ def test_what_is_not_finite_shows_in_its_scale_alone():
     x = torch.ones(2, 256)
     x[0, 3], x[1, 200] = float("nan"), float("inf")
     assert quantize(x, ROW)[1].isfinite().tolist() == [[False, True], [True, False]]
+
+
+def test_casts_live_as_long_as_the_last_few_tensors_without_the_garbage_collector(monkeypatch):
+    """Memory of a GPU does not start it: casts that wait for it stay for the whole forward."""
+    monkeypatch.setattr(fp8_casts, "_kernels", lambda: SimpleNamespace(cast_rows=lambda x: quantize(x, ROW)))
+    fp8_casts.forget_casts()
+    gc.disable()
+    try:
+        tensors = [torch.randn(2, 128) for _ in range(5)]
+        casts = [weakref.ref(fp8_casts.rows_of(x)[0]) for x in tensors]
+        assert [cast() is not None for cast in casts] == [False, False, True, True, True]
+        assert fp8_casts.rows_of(tensors[4])[0] is casts[4]()
+        del tensors[3]
+        assert casts[3]() is None
+        fp8_casts.forget_casts()
+        assert not any(cast() is not None for cast in casts)
+    finally:
+        gc.enable()
