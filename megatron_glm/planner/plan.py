@@ -176,6 +176,12 @@ class Plan:
         section, narrow = self.config.checkpoint, self.config.model.dtype != "float32"
         return 2 if narrow and (section.load or section.load_hf) is not None else FP32
 
+    @property
+    def asks_reference(self) -> bool:
+        """Whether each step begins with a forward of the model without its adapters, for --loss dpo."""
+        preference = self.config.preference
+        return preference.is_dpo and not preference.reference_logprobs
+
     def message_bytes(self, pp_rank: int) -> int:
         """Of what crosses between stages: sent and received, forwards and backwards, and once more received early."""
         stages, s = self.layout.of_rank(pp_rank), self.shapes

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from megatron_glm.config import RunConfig
 from megatron_glm.parallel.pipeline.costs import MEASURED, REPEATED, Cost, Rates
-from megatron_glm.parallel.pipeline.layout import stage_costs
+from megatron_glm.parallel.pipeline.layout import schedule_of, stage_costs
 from megatron_glm.parallel.pipeline.simulate import Simulation, simulate
 from megatron_glm.planner.machine import (
     DENSE_ATTENTION,
@@ -37,7 +37,7 @@ from megatron_glm.planner.units import FsdpUnit
 
 COMPUTING, AGAIN, COPIES, FSDP = "forward and backward", "computed again", "FSDP's copies", "FSDP's transfers"
 EXPERTS, LATENTS, SHARDS, MESSAGES = "tokens to experts", "latents over CP", "sequence shards over TP", "messages of PP"
-OPTIMIZER, IDLE = "AdamW", "idle in the pipeline"
+OPTIMIZER, IDLE, REFERENCE = "AdamW", "idle in the pipeline", "reference of the pairs"
 TRANSFERS = {"ep": EXPERTS, "ep_node": EXPERTS, "ep_inter": EXPERTS, "tp_cp": LATENTS, "tp": SHARDS}
 
 
@@ -117,6 +117,12 @@ def step_time(plan: Plan, machine: Machine, optimizer: bool = True) -> StepTime:
         for f, b, w in zip(forwards, backwards, deferred, strict=True)
     ]
     simulation = simulate(plan.schedule, costs)
+    ahead = 0.0
+    if plan.asks_reference:
+        parallel, count = plan.config.parallel, plan.schedule.micro_batches
+        ahead = simulate(
+            schedule_of(parallel, plan.layout, count, forward_only=True), [(cost[0], 0.0) for cost in costs]
+        ).makespan
     by_rank, ends = [], []
     for rank, numbers in enumerate(plan.layout.placement.stages):
         ledger = Ledger()
@@ -128,8 +134,10 @@ def step_time(plan: Plan, machine: Machine, optimizer: bool = True) -> StepTime:
         once = clock.once(rank, optimizer)
         ledger.add_all(once, 1)
         ledger.add(IDLE, idle)
+        if ahead:
+            ledger.add(REFERENCE, ahead)
         by_rank.append(ledger)
-        ends.append(end + once.exposed)
+        ends.append(ahead + end + once.exposed)
     return StepTime(plan, simulation, tuple(by_rank), tuple(ends))
 
 

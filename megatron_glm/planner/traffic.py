@@ -50,7 +50,7 @@ def rank_traffic(plan: Plan, pp_rank: int) -> Counter:
 
     A backward repeats its forward's traffic the other way, and recomputation the forward's, except the way back from
     the experts; index keys and selections, which have no gradient, are counted with the rest. Without gradients in the
-    trunk (warm-up, --train-only) its layers have a forward only.
+    trunk (warm-up, --train-only) its layers have a forward only; what DPO asks the model without adapters is one more.
     """
     grid = plan.grid
     found: Any = Counter()  # of fractions, which its type does not know
@@ -58,11 +58,13 @@ def rank_traffic(plan: Plan, pp_rank: int) -> Counter:
     again = plan.config.parallel.recompute_granularity != "none"
     steps = plan.config.losses.mtp_steps
     differentiates = not plan.config.trained_parts.isdisjoint({"trunk", "adapters"})
+    forwards = 1 + plan.asks_reference
 
     def whole(forward: dict[tuple[str, str], float], differentiates: bool) -> dict[tuple[str, str], float]:
         """Of all micro-batches, with their backwards, if they have any."""
         share = {key: 0.5 if key[1] == EXPERTS else 1.0 for key in forward}
-        return {key: count * (1 + differentiates * (1 + again * share[key])) * sent for key, sent in forward.items()}
+        backward = {key: differentiates * (1 + again * share[key]) for key in forward}
+        return {key: count * (forwards + backward[key]) * sent for key, sent in forward.items()}
 
     if plan.has_slabs:
         found.update(slab_traffic(plan, pp_rank, differentiates))
@@ -76,7 +78,9 @@ def rank_traffic(plan: Plan, pp_rank: int) -> Counter:
     if grid.pp > 1:
         for stage, field in itertools.product(plan.layout.placement.stages[pp_rank], crossing_fields(plan)):
             outputs = field.stages[stage + 1 : stage + 2]  # () after the last stage
-            times = sum(outputs) + (field.differentiable and field.stages[stage])  # and the input's gradient back
+            times = forwards * sum(outputs) + (
+                field.differentiable and field.stages[stage]
+            )  # and the input's gradient back
             size = math.prod(field.shape) * field.dtype.itemsize
             found["pp", "hidden states, selections"] += count * times * size
     return found
@@ -95,7 +99,7 @@ def _fsdp_traffic(plan: Plan, stage: Stage, differentiates: bool) -> Counter:
         reshard = parallel.reshard_experts_after_forward if unit.expert else parallel.reshard_after_forward
         share = (size - 1) / size
         has_backward = differentiates or unit.trained_elements > 0
-        gathers = (count + count * (has_backward and not unit.vocabulary)) * unit.calls(stage, steps)
+        gathers = count * (1 + plan.asks_reference + (has_backward and not unit.vocabulary)) * unit.calls(stage, steps)
         if not reshard:  # what stays gathered does until it is reduced, which a step of MTP is on its own
             gathers = reductions * (steps if unit.mtp else 1)
         found[axis, "gathered weights"] += share * shared_elements(plan, unit) * plan.shapes.b * gathers

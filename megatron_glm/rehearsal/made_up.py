@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_glm.config import RunConfig
-from megatron_glm.data.packing import PackedBatch, build_batch
+from megatron_glm.data.packing import PackedBatch, Piece, build_batch
 from megatron_glm.model import router
 from megatron_glm.model.glm import GLMChunk
 from megatron_glm.ops.fp8 import FP8
@@ -49,11 +49,15 @@ def draw(chunk: GLMChunk, seed: int) -> None:
 
 
 def packs(config: RunConfig, dp_rank: int, count: int, lengths: Sequence[int]) -> list[PackedBatch]:
-    """`count` micro-batches of a data rank, whose packs all have documents of these lengths."""
+    """`count` micro-batches of a data rank, whose packs all have documents of these lengths.
+
+    Where a run reads log-probabilities of a reference model, each document has some.
+    """
+    known = -1.0 if config.preference.reference_logprobs else None
     random = np.random.default_rng((config.train.seed, dp_rank))
     size, found = config.train.micro_batch_size, []
     for _ in range(count):
         texts = [random.integers(0, config.model.vocab_size, length) for length in [*lengths] * size]
-        documents = [(ids, np.ones(len(ids), bool)) for ids in texts]
+        documents = [Piece(ids, np.ones(len(ids), bool), reference=known) for ids in texts]
         found.append(build_batch(documents, size * config.data.seq_length))
     return found

@@ -86,7 +86,7 @@ def predicted(found: Rehearsal) -> Simulation:
 
 
 def after_actions(found: Rehearsal) -> float:
-    """Seconds of a step outside its actions: last reductions, norm and AdamW."""
+    """Seconds of a step outside its actions: last reductions, norm and AdamW, and before them DPO's reference."""
     return max(0.0, found.step_seconds - sum(seconds for _, seconds in found.actions))
 
 
@@ -198,7 +198,7 @@ def lines(found: Rehearsal) -> Iterator[str]:
     step, save = whole["step"], whole["save"]
     yield ""
     yield (
-        f"a step: {step['seconds']:.3f} s here, {step['after_actions']:.3f} s of them after the last action; the host "
+        f"a step: {step['seconds']:.3f} s here, {step['after_actions']:.3f} s of them outside its actions; the host "
         f"was busy for {step['host_seconds']:.3f} s with the actions"
     )
     yield (

@@ -100,7 +100,9 @@ class Part:
         copies = plan.layout.embedding_ranks(config.losses.mtp_steps > 0)
         groups = ParallelGroups.create(config.parallel, host_group(config.parallel), copies)
         engine = Engine(config, groups, build_chunks(config, groups, draw, stored_as_planned(plan)))
-        batches = packs(config, groups.dp.rank(), plan.schedule.micro_batches, (config.data.seq_length,))
+        length, first = config.data.seq_length, config.data.seq_length // 2
+        lengths = (first, length - first) if config.preference.is_dpo else (length,)
+        batches = packs(config, groups.dp.rank(), plan.schedule.micro_batches, lengths)
         optimizer = build_optimizer(config.optimizer, engine.chunks)
         return cls(config, engine, optimizer, batches, counts_of_all(config, batches[0]))
 
@@ -158,8 +160,6 @@ def rehearse(flags: argparse.Namespace, data: DataSection = DataConfig) -> Rehea
         raise ValueError(f"--rehearse-rank {rank}: there are ranks 0 to {ranks - 1} (--nnodes x --nproc-per-node)")
     machine = machine_of(flags)
     config, warnings = planned_config(flags, data, torch.cuda.is_available())
-    if config.preference.is_dpo:
-        raise ValueError("--rehearse-rank with --loss dpo: a rehearsal has no pairs of answers; --loss lm can be")
     if config.train.eval_only:
         raise ValueError("--rehearse-rank with --eval-only: a rehearsal trains")
     plan = Plan.create(config, ranks, per_node)

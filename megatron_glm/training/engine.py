@@ -96,6 +96,7 @@ class Engine:
         self._layout = pipeline_layout(config, groups.dp.size())
         self._transport = GroupTransport(groups)
         self._steps = 0  # of training
+        # of training; a context for each
         self.around_actions: Callable[[Action], AbstractContextManager] = lambda action: nullcontext()
 
     def forward_backward(self, batches: Sequence[PackedBatch], counts: dict[str, int]) -> list[Losses]:
@@ -148,7 +149,8 @@ class Engine:
         )
         self._steps += training
         sparse = [has_sparse_rows(config.model, batch.doc_lengths, config.dense_rows) for batch in batches]
-        return runner.run(forward, self._before_gradients, self._after_weights, sparse, self.around_actions)
+        around = (self.around_actions,) if training else ()
+        return runner.run(forward, self._before_gradients, self._after_weights, sparse, *around)
 
     def _before_gradients(self, chunk: int) -> None:
         """The next backward of this chunk completes its gradients."""

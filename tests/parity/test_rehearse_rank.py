@@ -40,6 +40,12 @@ CASES = {  # flags, the script's data, ranks that are rehearsed: the first, a mi
         DataConfig,
         (5,),
     ),
+    "pp2 ep4, DPO by adapters off": (
+        "--pipeline-model-parallel-size 2 --expert-model-parallel-size 4 --global-batch-size 8 --lora-rank 8 "
+        "--loss dpo --recompute-granularity full",
+        DataConfig,
+        (0, 6),
+    ),
     "pp4 zero-bubble, natural routing": (
         "--pipeline-model-parallel-size 4 --pipeline-schedule zero-bubble --global-batch-size 8 "
         "--rehearse-routing natural",
@@ -138,7 +144,6 @@ def test_a_rehearsed_rank_is_the_real_one(ranks, name, rank):
             "--rehearse-rank 0 --rehearse-json gone/a.json",
             "--rehearse-json gone/a.json: the folder gone does not exist",
         ),
-        ("--rehearse-rank 0 --loss dpo", "--rehearse-rank with --loss dpo: a rehearsal has no pairs of answers"),
         ("--rehearse-rank 0 --eval-only", "--rehearse-rank with --eval-only: a rehearsal trains"),
         ("--rehearse-rank 0 --global-batch-size 3", "--global-batch-size"),
         ("--rehearse-rank 0 --dry-run", "--rehearse-rank does not go with a plan, which runs nothing"),

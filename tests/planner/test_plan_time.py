@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_glm.config import LoraConfig, LossConfig, ModelConfig, ParallelConfig, RunConfig
+from megatron_glm.config import LoraConfig, LossConfig, ModelConfig, ParallelConfig, PreferenceConfig, RunConfig
 from megatron_glm.config.flags import build_parser
 from megatron_glm.config.flops import layer_flops
 from megatron_glm.planner.machine import H100, H200, Machine, machine_of, rows_factor
@@ -21,6 +21,7 @@ from megatron_glm.planner.time import (
     FSDP,
     LATENTS,
     MESSAGES,
+    REFERENCE,
     StepTime,
     calibration,
     step_time,
@@ -278,3 +279,17 @@ def test_adapters_are_predicted_within_10_percent():
     lora = LoraConfig(lora_rank=16, lora_alpha=32, lora_expert_rank=8)
     both = [step_time(plan, H200).seconds for plan in (full, Plan.create(replace(full.config, lora=lora), 1, 8))]
     assert both[0] / both[1] == pytest.approx(1.44, rel=0.1)
+
+
+@pytest.mark.parametrize("scored", [(), ("scores.jsonl",)])
+def test_the_reference_of_pairs_is_a_forward_more(scored):
+    plan = reference(2, 8, **PIPELINE)
+    preference = PreferenceConfig(loss="dpo", reference_logprobs=scored)
+    lora = LoraConfig(lora_rank=8, lora_alpha=16)
+    asked = Plan.create(replace(plan.config, lora=lora, preference=preference), 2, 8)
+    time, without = step_time(asked, H200), step_time(Plan.create(replace(plan.config, lora=lora), 2, 8), H200)
+    forward = time.seconds - without.seconds
+    assert forward == (0 if scored else pytest.approx(time.by_rank[0][REFERENCE].whole))
+    assert scored or 0.2 * without.seconds < forward < 0.6 * without.seconds
+    for ledger, end in zip(time.by_rank, time.ends, strict=True):
+        assert ledger.exposed == pytest.approx(end)
