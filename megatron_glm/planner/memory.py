@@ -74,9 +74,17 @@ def kept_at_once(plan: Plan, pp_rank: int) -> int:
 
 
 def _stages(plan: Plan, pp_rank: int) -> list[_StageBytes]:
-    settings = plan.config.parallel
     stages = plan.layout.of_rank(pp_rank)
-    return [plan.once((stage, settings), lambda stage=stage: _StageBytes(plan, stage)) for stage in stages]
+    return [plan.once(_traits(plan, stage), lambda stage=stage: _StageBytes(plan, stage)) for stage in stages]
+
+
+def _traits(plan: Plan, stage: Stage) -> tuple:
+    """What the bytes of a stage depend on: equal ones hold the same."""
+    model, taught_by = plan.config.model, plan.config.indexer.taught_by
+    layers = tuple((model.is_moe(i), model.has_indexer(i), bool(taught_by(model, i))) for i in stage.layers)
+    fp8 = tuple(plan.config.fp8.in_layer(i, model.num_hidden_layers) for i in stage.layers)
+    ends = stage.embedding, stage.mtp, stage.head, stage.needs_topk(model)
+    return "stage", layers, fp8, ends, plan.config.parallel
 
 
 def _always(plan: Plan, pp_rank: int, stages: list[_StageBytes]) -> Counter[str]:
@@ -170,7 +178,7 @@ class _StageBytes:
     def __init__(self, plan: Plan, stage: Stage) -> None:
         self.plan, self.stage, config, s = plan, stage, plan.config, plan.shapes
         self.units = [unit for unit in plan.units(stage) if unit.runs]
-        self.kept = plan.once(("kept", stage), lambda: plan.kept_of_layers(stage))
+        self.kept = plan.kept_of_layers(stage)
         defers = WEIGHT in plan.schedule.kinds
         self.deferred = sum(layer_deferred(config.model, layer, s) for layer in stage.layers) if defers else 0
         trained = [(unit, FP32 * unit.trained_elements) for unit in self.units]
@@ -187,6 +195,7 @@ class _StageBytes:
             self.head_kept = head_kept(config, s) - in_sum
             self.head_working = head_bytes(config, s) - head_kept(config, s)
         self.copies, self.gathered, self.passing = self._weights()
+        self.working = self._working(False), self._working(True)
         self._at_work: dict[Any, Counter[str]] = {}
 
     def _weights(self) -> tuple[int, int, int]:
@@ -249,8 +258,7 @@ class _StageBytes:
         sent = plan.dispatcher.buffer_bytes() if any(unit.expert for unit in layers) else 0
         if kind != FORWARD:  # what comes back meets the gradients of no product
             sent = max(0, sent - layer_gradients(plan.config.model, plan.shapes))
-        working = plan.once(("working", self.stage, kind), lambda: self._working(kind))
-        parts = [Counter({WORKING: working, GATHERED: self.passing, BUFFERS: sent})]
+        parts = [Counter({WORKING: self.working[kind == BACKWARD], GATHERED: self.passing, BUFFERS: sent})]
         parts[0].update(self._transfers(layers, kind, first, last))
         for unit in self.units:
             if unit.vocabulary:
@@ -278,7 +286,7 @@ class _StageBytes:
                 reduced = max(reduced, FP32 * unit.trained_elements - b * unit.elements * (last and stay))
         return Counter({GATHERED: arrives, WORKING: way, BUFFERS: reduced})
 
-    def _working(self, kind: str) -> int:
+    def _working(self, backward: bool) -> int:
         """What a layer's forward or recomputation adds, and the gradients that its backward holds at a time."""
         plan, model, s = self.plan, self.plan.config.model, self.plan.shapes
         granularity, kernels = plan.config.parallel.recompute_granularity, plan.config.kernels
@@ -288,7 +296,7 @@ class _StageBytes:
         if plan.config.indexer.indexer_training == "warmup":  # of a layer's forward
             return max((layer_kept(model, layer, s, "none") + loss for layer in layers), default=0)
         gradients = 0
-        if kind == BACKWARD:
+        if backward:
             ordered = sums_in_order(kernels.attention_backend, kernels.deterministic, s.pack)
             gradients = layer_gradients(model, s) + (PART_BYTES if ordered else 0)
         return max((layer_again(model, layer, s, granularity) + gradients + loss for layer in layers), default=0)
