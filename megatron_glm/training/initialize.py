@@ -131,7 +131,8 @@ def build_chunks(
     stored: the dtypes of a model that is not there; None: those of --load or --load-hf.
     """
     layout = pipeline_layout(config, groups.dp.size())
-    chunks, stored, dispatcher, slabs = [], stored_dtypes(config), make_dispatcher(config, groups), Slabs()
+    chunks, dispatcher, slabs = [], make_dispatcher(config, groups), Slabs()
+    stored = stored_dtypes(config) if stored is None else stored
     log("making the model")
     for stage in layout.of_rank(groups.pp.rank()):
         with torch.device("meta"):
