@@ -33,8 +33,9 @@ from megatron_glm.planner.gathers import slab_bytes
 from megatron_glm.planner.plan import FP32, GIB, Plan
 from megatron_glm.planner.units import FsdpUnit
 
-# Free blocks of the allocator: an H200 that might take 65 GiB ran 58.3 of tensors (docs/recipes.md), as fast as without
-# that limit; the other 1.3 are an assumption, CUDA's context and NCCL's channels of about ten groups.
+OUTSIDE = 1.3 * GIB  # an assumption: CUDA's context and NCCL's channels of about ten groups
+# And free blocks of the allocator: an H200 that might take 65 GiB ran 58.3 of tensors (docs/recipes.md), as fast as
+# without that limit.
 RESERVE = 8 * GIB
 MASTERS, FROZEN, MOMENTS = "fp32 master weights", "frozen weights", "AdamW moments"
 SHARDS, UNREDUCED, GATHERED = "gradients (shards)", "gradients before reduction", "gathered weights"

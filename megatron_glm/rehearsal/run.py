@@ -6,10 +6,11 @@ import argparse
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,8 @@ from megatron_glm.parallel.fsdp import local
 from megatron_glm.parallel.groups import ParallelGroups, host_group
 from megatron_glm.parallel.pipeline.schedule import Action
 from megatron_glm.planner.machine import Machine, machine_of
-from megatron_glm.planner.plan import Plan
+from megatron_glm.planner.memory import OUTSIDE
+from megatron_glm.planner.plan import GIB, Plan
 from megatron_glm.planner.report import check_sizes, planned_config, ranks_of
 from megatron_glm.rehearsal.kept import KeptTensors
 from megatron_glm.rehearsal.made_up import balance, draw, packs
@@ -169,6 +171,10 @@ def rehearse(flags: argparse.Namespace, data: DataSection = DataConfig) -> Rehea
         balance(config.model.n_routed_experts)
     if torch.cuda.is_available():
         torch.cuda.set_device(0)
+        total = torch.cuda.mem_get_info()[1]
+        if (most := memory_limit(given, machine, total)) is not None:
+            log(f"this GPU has {total / GIB:.1f} GiB: tensors may take {most / GIB:.1f} of them, as on {machine.name}")
+            torch.cuda.set_per_process_memory_fraction(most / total)
     prepare(without_files(config), ranks)
     log(f"rehearsing rank {rank} of {ranks}")
     mirror.start(rank, ranks, lambda tensor: plausible(tensor, plan.shapes.pack))
@@ -176,6 +182,15 @@ def rehearse(flags: argparse.Namespace, data: DataSection = DataConfig) -> Rehea
         return _two_steps(plan, machine, rank)
     finally:
         dist.destroy_process_group()
+
+
+def memory_limit(given: Mapping[str, Any], machine: Machine, total: int) -> float | None:
+    """What the allocator may take on a GPU of `total` bytes that stands for the smaller one which flags name; or None.
+
+    CUDA and NCCL take theirs beside it, which is a part of the plan's reserve.
+    """
+    named = {"gpu_type", "gpu_memory_gb"} & given.keys()
+    return machine.memory - OUTSIDE if named and machine.memory < total else None
 
 
 def _two_steps(plan: Plan, machine: Machine, rank: int) -> Rehearsal:

@@ -15,7 +15,10 @@ from torch.distributed import ProcessGroup
 import finetune_glm
 from megatron_glm.config import DataConfig, PretrainDataConfig
 from megatron_glm.config.flags import build_parser
+from megatron_glm.planner.machine import machine_of
+from megatron_glm.planner.plan import GIB
 from megatron_glm.rehearsal.report import print_rehearsal
+from megatron_glm.rehearsal.run import memory_limit
 from tests.helpers.distributed import close_groups, run
 
 RANKS = 8
@@ -164,3 +167,18 @@ def test_a_rank_of_torchrun_is_no_rehearsal(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         print_rehearsal(*flags("tp2 pp2 ep4", 0))
     assert "error: --rehearse-rank 0 is one process: start it without torchrun or srun" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, total, most",
+    [
+        ("", 139, None),  # as a plan without them is of an h100, and this GPU may be what the run is for
+        ("--gpu-type h100", 139, 78.7),
+        ("--gpu-type h200 --gpu-memory-gb 60", 80, 58.7),
+        ("--gpu-type h200", 80, None),
+    ],
+)
+def test_a_larger_gpu_stands_for_the_one_that_is_named(words, total, most):
+    given = build_parser(None, DataConfig).parse_args([*SIZES.split(), *words.split()])
+    found = memory_limit(vars(given), machine_of(given), total * GIB)
+    assert found == (None if most is None else pytest.approx(most * GIB))
