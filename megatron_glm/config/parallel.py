@@ -57,6 +57,10 @@ class ParallelConfig(Section):
         """Whether the schedule puts off the gradients of weights ("W")."""
         return self.pipeline_schedule != "1f1b"
 
+    def reshards(self, expert: bool) -> bool:
+        """Whether gathered weights of experts, or the dense ones, are freed after a forward."""
+        return self.reshard_experts_after_forward if expert else self.reshard_after_forward
+
     def data_parallel_size(self, world_size: int) -> int:
         """Data-parallel ranks of `world_size` ranks; raises ValueError if the layout does not fit."""
         tp, pp, cp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.context_parallel_size

@@ -324,7 +324,7 @@ def shard_into_slabs(
             return
         experts = kind == EXPERTS
         group = groups.edp if experts else groups.dp_cp
-        keep = not (parallel.reshard_experts_after_forward if experts else parallel.reshard_after_forward)
+        keep = not parallel.reshards(experts)
         mine = [
             (owner, name)
             for owner in module.modules()

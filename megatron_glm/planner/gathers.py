@@ -106,11 +106,10 @@ def slabs(plan: Plan, pp_rank: int) -> dict[Place, Any]:
     parallel, found, turns = plan.config.parallel, {}, Counter()
     for chunk, stage in enumerate(plan.layout.of_rank(pp_rank)):
         for place, unit in enumerate(plan.units(stage)):
-            reshards = parallel.reshard_experts_after_forward if unit.expert else parallel.reshard_after_forward
             if plan.sharing(unit.expert) == 1:
                 continue
             found[chunk, place] = chunk, place
-            if reshards and unit.kind != "root":
+            if parallel.reshards(unit.expert) and unit.kind != "root":
                 kind = "vocabulary" if unit.vocabulary else unit.kind
                 found[chunk, place] = kind, turns[kind] % (1 if unit.vocabulary else 2)
                 turns[kind] += 1

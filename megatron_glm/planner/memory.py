@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_glm.config.parallel import ParallelConfig
 from megatron_glm.ops.sparse_mla import PART_BYTES, sums_in_order
 from megatron_glm.parallel.pipeline.layout import Stage
 from megatron_glm.parallel.pipeline.schedule import BACKWARD, FORWARD, WEIGHT, Schedule
@@ -208,7 +207,7 @@ class _StageBytes:
         plan, b = self.plan, self.plan.shapes.b
         copies = gathered = passing = 0
         for expert in (True, False):
-            keep, whole, units = stays(plan.config.parallel, expert), plan.is_whole(expert), self._of(expert)
+            keep, whole, units = not plan.config.parallel.reshards(expert), plan.is_whole(expert), self._of(expert)
             if expert and plan.experts_in_fp8:  # one matrix at a time is dequantised
                 passing += max((math.prod(shape) for unit in units for shape in unit.frozen), default=0)
             if plan.has_slabs and not whole:
@@ -231,7 +230,7 @@ class _StageBytes:
         plan, whole = self.plan, self.plan.is_whole(unit.expert)
         if whole and plan.shapes.b == FP32:
             return 0
-        cast = stays(plan.config.parallel, unit.expert) and plan.config.fp8.blockwise
+        cast = plan.config.fp8.blockwise and not plan.config.parallel.reshards(unit.expert)
         as_held = (unit.expert and plan.experts_in_fp8) or (whole and plan.frozen_bytes == plan.shapes.b and not cast)
         return unit.trained_elements if as_held else unit.elements
 
@@ -266,7 +265,7 @@ class _StageBytes:
                 parts.append(self._transfers([unit], kind, first, last))
                 if unit.kind == "head" and kind == FORWARD:
                     parts[-1][HEAD] += self.head_working
-                if not stays(plan.config.parallel, False) and kind == FORWARD and not plan.has_slabs:
+                if plan.config.parallel.reshards(False) and kind == FORWARD and not plan.has_slabs:
                     parts[-1][GATHERED] += plan.shapes.b * self._forward_elements(unit)
         return parts
 
@@ -276,7 +275,7 @@ class _StageBytes:
         in their sum."""
         plan, b, arrives, way, reduced = self.plan, self.plan.shapes.b, 0, 0, 0
         for unit in units:
-            whole, stay = plan.is_whole(unit.expert), stays(plan.config.parallel, unit.expert)
+            whole, stay = plan.is_whole(unit.expert), not plan.config.parallel.reshards(unit.expert)
             if kind == FORWARD:
                 if first and stay and not whole and not plan.has_slabs:
                     arrives = max(arrives, b * unit.elements)
@@ -301,8 +300,3 @@ class _StageBytes:
             ordered = sums_in_order(kernels.attention_backend, kernels.deterministic, s.pack)
             gradients = layer_gradients(model, s) + (PART_BYTES if ordered else 0)
         return max((layer_again(model, layer, s, granularity) + gradients + loss for layer in layers), default=0)
-
-
-def stays(parallel: ParallelConfig, expert: bool) -> bool:
-    """Whether weights of this kind stay gathered after a forward."""
-    return not (parallel.reshard_experts_after_forward if expert else parallel.reshard_after_forward)

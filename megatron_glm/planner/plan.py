@@ -233,10 +233,9 @@ class Plan:
         Where autograd keeps copies of whole weights that each forward makes, these, too.
         """
         parallel, s, total = self.config.parallel, self.shapes, 0
-        keep = {True: not parallel.reshard_experts_after_forward, False: not parallel.reshard_after_forward}
         for stage in self.layout.of_rank(pp_rank):
             total += self.kept_of_layers(stage) + (head_kept(self.config, s) if stage.head else 0)
             if parallel.recompute_granularity == "none" and s.b < FP32:
-                copied = (u for u in self.units(stage) if u.runs and not u.vocabulary and not keep[u.expert])
+                copied = (u for u in self.units(stage) if u.runs and not u.vocabulary and parallel.reshards(u.expert))
                 total += s.b * sum(unit.trained_elements for unit in copied if self.is_whole(unit.expert))
         return total

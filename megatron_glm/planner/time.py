@@ -336,8 +336,7 @@ class _Clock:
         return ("edp", self.grid.edp) if unit.expert else ("dp_cp", self.grid.dp * self.grid.cp)
 
     def _reshards(self, unit: FsdpUnit) -> bool:
-        parallel = self.parallel
-        return parallel.reshard_experts_after_forward if unit.expert else parallel.reshard_after_forward
+        return self.parallel.reshards(unit.expert)
 
     def _gathers_each(self, unit: FsdpUnit) -> bool:
         """Whether each micro-batch gathers; what stays gathered does until it is reduced."""

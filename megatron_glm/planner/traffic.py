@@ -96,11 +96,11 @@ def _fsdp_traffic(plan: Plan, stage: Stage, differentiates: bool) -> Counter:
         axis, size = ("edp", grid.edp) if unit.expert else ("dp_cp", grid.dp * grid.cp)
         if size == 1 or not unit.runs:
             continue
-        reshard = parallel.reshard_experts_after_forward if unit.expert else parallel.reshard_after_forward
         share = (size - 1) / size
         has_backward = differentiates or unit.trained_elements > 0
         gathers = count * (1 + plan.asks_reference + (has_backward and not unit.vocabulary)) * unit.calls(stage, steps)
-        if not reshard:  # what stays gathered does until it is reduced, which a step of MTP is on its own
+        # What stays gathered does until it is reduced, which a step of MTP is on its own.
+        if not parallel.reshards(unit.expert):
             gathers = reductions * (steps if unit.mtp else 1)
         found[axis, "gathered weights"] += share * shared_elements(plan, unit) * plan.shapes.b * gathers
         found[axis, "reduced gradients"] += share * unit.trained_elements * FP32 * reductions
