@@ -33,8 +33,7 @@ from megatron_glm.planner.plan import FP32, GIB, Plan
 from megatron_glm.planner.units import FsdpUnit
 
 OUTSIDE = 1.3 * GIB  # an assumption: CUDA's context and NCCL's channels of about ten groups
-# And free blocks of the allocator: an H200 that might take 65 GiB ran 58.3 of tensors (docs/recipes.md), as fast as
-# without that limit.
+# And free blocks of the allocator: one that might take 65 GiB of an H200 ran 58.3 of tensors (docs/recipes.md).
 RESERVE = 8 * GIB
 MASTERS, FROZEN, MOMENTS = "fp32 master weights", "frozen weights", "AdamW moments"
 SHARDS, UNREDUCED, GATHERED = "gradients (shards)", "gradients before reduction", "gathered weights"
